@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duoka.runs.events import EventTail, EventWriter, read_events
+from duoka.runs.events import EventTail, EventWriter, global_log, read_events, read_steps
 from duoka.runs.folder import RunFolder
 from duoka.watch.history import History, read_history
 
@@ -67,6 +67,21 @@ def test_steps_are_those_that_count_after_every_resume(tmp_path):
     for step, loss in ((3, 30.0), (4, 40.0), (3, 31.0)):
         history.apply({"type": "step", "step": step, "loss": loss})
     assert [(one.step, one.loss) for one in history.steps] == [(1, 1.0), (2, 2.0), (3, 31.0), (4, 40.0)]
+
+
+def test_a_run_that_begins_once_more_has_lost_its_steps(tmp_path):
+    """A crash before the first checkpoint: the next start is at step 0."""
+    run = RunFolder(tmp_path)
+    for _ in range(2):
+        log = EventWriter(global_log(run))
+        log.write("run", step=0)
+        log.close()
+        assert read_steps(run) == list(read_history(run).steps) == []
+        log = EventWriter(global_log(run))
+        for step in (1, 2, 3):
+            log.write("step", step=step, loss=1.0)
+        log.close()
+    assert (read_history(run).num_lost, len(read_history(run).resumes)) == (3, 1)
 
 
 def replace_file(path):

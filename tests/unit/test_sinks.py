@@ -192,5 +192,10 @@ def test_tensorboard_shows_steps_evaluations_and_texts(tmp_path):
         "train/loss": 2.0, "eval/loss": 3.0, "mine": 7.0,
     }  # fmt: skip
     assert "eval/bits_per_byte" not in board.Tags()["scalars"]
+    sinks = Sinks([build_sink("tensorboard")])
+    sinks.open(RunFacts("run", tmp_path, goes_on=True))  # once more from the beginning: nothing had been saved
+    sinks.close()
+    board.Reload()
+    assert not board.Scalars("train/loss")
     texts = {tag: board.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in board.Tags()["tensors"]}
     assert "Once| upon" in texts["samples/text_summary"] and '"lr": 0.1' in texts["config/text_summary"]

@@ -16,9 +16,11 @@ class TensorBoardSink(Sink):
     def open(self, facts: RunFacts, say: Callable[[str], None]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps after the checkpoint that we go on from were thrown away: readers drop them at purge_step.
-        purge = {"purge_step": facts.kept_steps + 1} if facts.kept_steps else {}
         folder = facts.folder / "tensorboard" if facts.goes_on else facts.folder / facts.name
+        # Steps after the checkpoint that we go on from were thrown away: readers drop them at purge_step. Where nothing
+        # had been saved, those are all.
+        is_another_start = facts.goes_on and folder.is_dir() and any(folder.iterdir())
+        purge = {"purge_step": facts.kept_steps + 1} if facts.kept_steps or is_another_start else {}
         self._writer = SummaryWriter(str(folder), **{**purge, **facts.options})
         if facts.config:
             shown = json.dumps(dict(facts.config), indent=2, default=str, ensure_ascii=False)

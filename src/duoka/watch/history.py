@@ -63,7 +63,7 @@ class History:
         if kind in ("run", "resume"):
             self.facts.update({key: value for key, value in event.items() if key not in ("v", "type", "t")})
             self.end_reason = ""
-            if kind == "resume":
+            if kind == "resume" or self.steps:  # also once more from the beginning: nothing had been saved
                 self._drop_after(step or 0)
         elif kind == "eval":
             self.evals.append(dict(event))
