@@ -262,6 +262,7 @@ def test_flags_that_start_a_world_are_refused_inside_one(
         (ConfigError("bad"), 2, "ConfigError"),
         (OSError(28, "No space left on device"), 6, "StorageError"),
         (RuntimeError("boom"), 1, "RuntimeError"),
+        (SystemExit(0), 1, "SystemExit"),  # of a library, a hook, code of the model: alone it would pass for done
     ],
 )
 def test_a_rank_writes_down_why_it_ends_and_leaves_with_its_code(

@@ -6,7 +6,9 @@ and a rank that torchrun or Slurm started (rank 0 prepares, the others wait, the
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,17 +128,23 @@ def _refuse_auto(slurm: str, k8s: str, nodes: str, hosts: bool) -> None:
 
 def start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_run: bool) -> int:
     """Choose a launcher, check, prepare, start, report."""
-    from duoka.cli.asked_to_leave import AskedToLeave
+    from duoka.cli.asked_to_leave import AskedToLeave, leave_when_asked
     from duoka.cluster.verdict import stopped
 
     try:
-        return _start_here(config, overrides, flags, dry_run=dry_run)
+        # Until the launcher listens. A container's first process would not even die of a SIGTERM that it ignores.
+        with contextlib.ExitStack() as leaves:
+            leaves.enter_context(leave_when_asked())
+            return _start_here(config, overrides, flags, leaves.close, dry_run=dry_run)
     except AskedToLeave as asked:
         how = f"stopped by {asked.signal_name} while model and data were prepared"
         return _report(stopped(f"{how}; what is finished is kept, and the same command goes on"))
 
 
-def _start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_run: bool) -> int:
+def _start_here(
+    config: str, overrides: tuple[str, ...], flags: Flags, is_prepared: Callable[[], None], *, dry_run: bool
+) -> int:
+    """`is_prepared` is called when the launcher takes over."""
     from duoka.cluster.choose import choose_launcher
     from duoka.cluster.forks import imports_of, imports_of_model, open_fork_server
     from duoka.cluster.launch import count_processes, share_of_machine
@@ -176,6 +184,7 @@ def _start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_ru
             if forks is not None and here is not None:
                 forks.imports += imports_of_model(here)
             spec = _spec(loaded, run, num_processes, config, *overrides, **how)
+            is_prepared()
             return _report(launcher.start(spec, Say()))
         with hold_run(run):
             folder = _prepare(loaded, run, machine, num_processes)
@@ -183,6 +192,7 @@ def _start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_ru
                 forks.imports += imports_of_model(folder)
             # Ranks read the config that lies in the run folder now.
             spec = _spec(loaded, run, num_processes, str(run.config.resolve()), **how)
+            is_prepared()
             return _report(launcher.start(spec, Say()), run)
 
 
@@ -198,7 +208,6 @@ def _is_finished(loaded: Loaded, run: RunFolder, launcher: Launcher) -> bool:
 
 def _prepare(loaded: Loaded, run: RunFolder, machine: Machine, num_processes: int) -> Path:
     """What ranks of this machine find ready; a new run that is refused here has ended. Returns the model's folder."""
-    from duoka.cli.asked_to_leave import leave_when_asked
     from duoka.cluster.run_lock import check_claim
     from duoka.cluster.supervise import write_end
     from duoka.cluster.verdict import verdict_of
@@ -206,8 +215,7 @@ def _prepare(loaded: Loaded, run: RunFolder, machine: Machine, num_processes: in
 
     kind = check_claim(loaded, run)  # again: another process may have worked here until a moment ago
     try:
-        with leave_when_asked():
-            return prepare_run(loaded, run, machine, num_processes)
+        return prepare_run(loaded, run, machine, num_processes)
     except DuokaError as error:
         if kind == "new":  # else the existing run keeps its own end
             write_end(run, verdict_of(error))
@@ -239,14 +247,12 @@ def _report(verdict: Verdict, run: RunFolder | None = None) -> int:
 
 def _prepare_only(loaded: Loaded) -> int:
     """A file of LLaMA-Factory with tokenized_path and without do_train: tokens are made, nothing is trained."""
-    from duoka.cli.asked_to_leave import leave_when_asked
     from duoka.data.prepare import prepare_data
     from duoka.errors import typed
     from duoka.hub.models import model_folder
 
-    with leave_when_asked():
-        folder = model_folder(loaded.config.model, loaded.base, Say())
-        prepared = prepare_data(loaded.config, loaded.base, folder, say=Say())
+    folder = model_folder(loaded.config.model, loaded.base, Say())
+    prepared = prepare_data(loaded.config, loaded.base, folder, say=Say())
     click.echo("\n".join(prepared.report.lines()))
     again = f"duoka train {typed(loaded.path)} do_train=true"
     click.echo(f"tokens are ready, and nothing was trained; to train:   {again}")

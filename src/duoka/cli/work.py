@@ -115,8 +115,9 @@ def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: b
         from duoka.train.main import run_worker
 
         return run_worker(load(), run, None if supervised else end_hanging)
-    # A rank's outermost frame: every failure must be in the run folder before the process ends.
-    except Exception as error:
+    # A rank's outermost frame: every failure must be in the run folder before the process ends. An exit(0) in code of
+    # the model or the data is one too: without others that miss this rank, the run would pass for done.
+    except (Exception, SystemExit) as error:
         from duoka.cli import find_known_fault
 
         known = find_known_fault(error)

@@ -71,8 +71,7 @@ class ComingAndGoing:
     def _take_part(self, spec: Spec, say: Say) -> Verdict:
         run, rules, request = spec.run, self.rules, Request()
         run.make()
-        wait_for_name(rules.host, say)
-        with listen_to_signals(request, spec.forks), _hold_meeting(rules, spec) as meeting:
+        with listen_to_signals(request, spec.forks), self._meet(spec, say, request) as meeting:
             hello = {
                 "name": f"{socket.gethostname()}-{os.getpid()}", "identity": _identity(rules, spec),
                 "is_host": meeting is not None, "wish": self.wish,
@@ -80,10 +79,9 @@ class ComingAndGoing:
             machine = Machine(rules, spec, hello, say, request)
             if meeting is not None:
                 machine.is_meeting_well = lambda: meeting.is_alive() or meeting.verdict is not None
-            if meeting is None:
-                say(f"the rendezvous is on another machine: {rules.host}:{rules.port}")
-            else:
                 say(f"this machine owns the rendezvous at {rules.host}:{rules.port}; when it ends, the run ends")
+            elif not request.stop_by:
+                say(f"the rendezvous is on another machine: {rules.host}:{rules.port}")
             try:
                 while (verdict := machine.look()) is None:
                     time.sleep(_LOOK_EVERY_S)
@@ -93,6 +91,13 @@ class ComingAndGoing:
                 meeting.leave()
                 write_end(run, verdict)
             return verdict
+
+    @contextlib.contextmanager
+    def _meet(self, spec: Spec, say: Say, request: Request) -> Iterator[Meeting | None]:
+        """The meeting, where it is held here, once its address is known: a signal that comes before is obeyed too."""
+        wait_for_name(self.rules.host, say, is_stopped=lambda: bool(request.stop_by))
+        with contextlib.nullcontext() if request.stop_by else _hold_meeting(self.rules, spec) as meeting:
+            yield meeting
 
 
 def _identity(rules: Rules, spec: Spec) -> dict[str, str]:

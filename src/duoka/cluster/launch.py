@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from duoka.cluster.launcher import Say, Spec
@@ -65,11 +65,13 @@ def hold_free_port() -> tuple[int, socket.socket]:
     return port, holder
 
 
-def wait_for_name(host: str, say: Say, within_s: float | None = None) -> None:
+def wait_for_name(
+    host: str, say: Say, within_s: float | None = None, *, is_stopped: Callable[[], bool] = lambda: False
+) -> None:
     """In a pod: until the first pod's name is known, which it is when that pod has its address. Elsewhere: at once."""
     limit_s = within_s if within_s is not None else POD_NAME_S if IN_POD in os.environ else 0.0
     until, told = time.monotonic() + limit_s, False
-    while time.monotonic() < until:
+    while time.monotonic() < until and not is_stopped():
         try:
             socket.getaddrinfo(host, None)
             return

@@ -26,7 +26,7 @@ from duoka.cluster.verdict import INTERRUPTED, Kind, Verdict, failed, stopped
 from duoka.errors import StoppedEarly, StorageError, WorkerFailed
 from duoka.process.exits import ENDED_BY_STOP, RankExit
 from duoka.runs.failure import clear_failures
-from duoka.runs.folder import RunFolder
+from duoka.runs.folder import RunFolder, read_json
 from duoka.runs.heart import clear_beats
 from duoka.runs.stop_request import clear_stop_request, write_stop_request
 from duoka.units import format_seconds
@@ -220,7 +220,7 @@ class Meeting(threading.Thread):
         exits = sorted((one for member in world.members for one in member.exits or ()), key=lambda one: one.time)
         by = self._stop_by or ("SIGTERM" if world.asked else "")
         verdict = judge_world(world.spec, exits, stopped_by=by, left_at_once=False)
-        if any(one.rank == 0 and one.code == 0 for one in exits):
+        if any(one.rank == 0 and one.code == 0 for one in exits) and (verdict.kind is Kind.DONE or self._is_complete()):
             return self._finish(Verdict(Kind.DONE))  # the result is complete; a failure after that changes nothing
         if self._stop_by and verdict.stopped:
             text = f"stopped by {self._stop_by}; the same command goes on"
@@ -241,6 +241,11 @@ class Meeting(threading.Thread):
         if verdict.stopped:
             return self._finish(verdict)
         return self._try_again(verdict)
+
+    def _is_complete(self) -> bool:
+        """Whether rank 0, which has ended with exit code 0, says so; of a script nobody can know more than its code."""
+        progress = read_json(self.run_folder.progress)
+        return progress is None or progress.get("state") == "done"
 
     def _refuse_newcomers(self, world: _World, verdict: Verdict, step: int) -> None:
         """A machine with other data or libraries must not end the run of those that joined before it."""

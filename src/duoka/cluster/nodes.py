@@ -220,9 +220,11 @@ class FixedNodes:
         """This machine's ranks, until all have ended; the first failure ends the rest. Ranks print their own errors."""
         place = RankPlace(self.node, self.num_machines, spec.num_processes, self.master_addr, self.master_port)
         say(str(place))
-        wait_for_name(self.master_addr, say)
         request, patience = Request(), StopPatience(spec.run, spec.stop_within_s)
         with listen_to_signals(request, spec.forks):
+            wait_for_name(self.master_addr, say, is_stopped=lambda: bool(request.stop_by))
+            if request.stop_by:
+                return stopped(f"stopped by {request.stop_by} before anything was started; the same command starts")
             env = node_environment(spec.num_processes) | dict(spec.env)
             env |= interface_environment(self.master_addr, env)
             ranks = Ranks(place, spec.command, env, patience=patience, forks=spec.forks)

@@ -70,10 +70,11 @@ def _clock(seconds: float) -> str:
 
 def render(job: Job, typed: str) -> str:
     """The batch script. `typed` is what the user did, for the first line."""
-    asked = {"name": job.run.name, "nodes": "1", **job.asked}
+    asked = {"name": shlex.quote(job.run.name), "nodes": "1", **job.asked}  # sbatch knows quotes as a shell does
     flags = [f"{KEYS[key]}={value}" for key, value in asked.items()]
     flags += [
-        "--ntasks-per-node=1", f"--output={job.log}", "--open-mode=append", "--requeue", f"--signal=B:USR2@{SAVE_S}",
+        "--ntasks-per-node=1", f"--output={shlex.quote(job.log)}", "--open-mode=append", "--requeue",
+        f"--signal=B:USR2@{SAVE_S}",
     ]  # fmt: skip
     if job.points:
         flags.append(f"--array=0-{len(job.points) - 1}")

@@ -96,5 +96,8 @@ class NonFinite:
             "step": step, "epoch": batch.epoch, "batch": batch.index, "loss": str(loss), "grad_norm": str(norm),
             "did": did, "samples": batch.sample_ids.tolist(),
         }  # fmt: skip
-        with (self.record.run.path / "nonfinite.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with (self.record.run.path / "nonfinite.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            self.record.say(f"warning: nonfinite.jsonl cannot be written: {error.strerror or error}")
