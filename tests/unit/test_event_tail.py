@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duoka.runs.events import EventTail, EventWriter, global_log, read_events, read_steps
+from duoka.runs.events import EventTail, EventWriter, global_log, rank_log, read_events, read_steps
 from duoka.runs.folder import RunFolder
+from duoka.watch.follow import FollowedRun
 from duoka.watch.history import History, read_history
 
 LINES = st.one_of(
@@ -82,6 +83,19 @@ def test_a_run_that_begins_once_more_has_lost_its_steps(tmp_path):
             log.write("step", step=step, loss=1.0)
         log.close()
     assert (read_history(run).num_lost, len(read_history(run).resumes)) == (3, 1)
+
+
+def test_ranks_of_an_earlier_larger_world_are_none_of_now(tmp_path):
+    """One of them, which had waited least, was called the slowest of a world that it was not in."""
+    run = RunFolder(tmp_path)
+    log = EventWriter(global_log(run))
+    for size, wait_s in ((4, 0.0), (2, 0.5)):
+        log.write("resume", step=0, world_size=size)
+        for rank in range(size):
+            EventWriter(rank_log(run, rank)).write("rank", rank=rank, step=size, step_s=1.0, wait_s=wait_s)
+    followed = FollowedRun(run)
+    followed.catch_up()
+    assert [tail.rank for tail in followed.ranks()] == [tail.rank for tail in read_history(run).ranks] == [0, 1]
 
 
 def replace_file(path):

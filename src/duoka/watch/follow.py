@@ -14,6 +14,7 @@ from duoka.runs.events import EventTail, global_log
 from duoka.runs.find import written_at
 from duoka.runs.folder import RunFolder, read_json
 from duoka.runs.status import read_status
+from duoka.watch.columns import whole
 from duoka.watch.history import History
 from duoka.watch.ranks import RankTail, read_ranks
 
@@ -98,7 +99,7 @@ class FollowedRun:
         now = time.monotonic()
         if self._ranks_at < 0 or now - self._ranks_at >= max(LEAST_S, _PACE * self._ranks_cost_s):
             before = time.thread_time()
-            self._ranks = read_ranks(self.run)
+            self._ranks = read_ranks(self.run, whole(self.history.facts.get("world_size")))
             self._ranks_at, self._ranks_cost_s = now, time.thread_time() - before
         return self._ranks
 

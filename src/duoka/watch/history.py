@@ -190,7 +190,7 @@ def read_history(run: RunFolder) -> History:
     history = History(run, plan=read_json(run.plan) or {}, env=read_json(run.env) or {}, status=read_status(run))
     for event in read_events(global_log(run)):
         history.apply(event)
-    history.ranks = read_ranks(run)
+    history.ranks = read_ranks(run, whole(history.facts.get("world_size")))
     return history
 
 

@@ -91,12 +91,16 @@ def rank_files(run: RunFolder) -> list[Path]:
     return sorted(run.events.glob("rank*.jsonl")) if run.events.is_dir() else []
 
 
-def read_ranks(run: RunFolder) -> list[RankTail]:
-    """The last steps of every rank that has a log; whole worlds' logs would take too long to read."""
+def read_ranks(run: RunFolder, world_size: int | None = None) -> list[RankTail]:
+    """The last steps of every rank that has a log; whole worlds' logs would take too long to read.
+
+    Of a run that has gone on with fewer processes, the `world_size` of now leaves out those that are no more.
+    """
     paths = rank_files(run)
     tail_bytes = max(_LEAST_TAIL_BYTES, min(_TAIL_BYTES, _ALL_TAILS_BYTES // max(1, len(paths))))
     tails = [_rank_tail(path, tail_bytes) for path in paths]
-    return sorted((tail for tail in tails if tail is not None), key=lambda tail: tail.rank)
+    known = [tail for tail in tails if tail is not None and (not world_size or tail.rank < world_size)]
+    return sorted(known, key=lambda tail: tail.rank)
 
 
 def _rank_tail(path: Path, tail_bytes: int) -> RankTail | None:
