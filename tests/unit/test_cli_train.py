@@ -286,8 +286,10 @@ def test_a_rank_writes_down_why_it_ends_and_leaves_with_its_code(
 
 def test_waiting_ranks_go_on_when_rank_0_is_ready_and_not_by_an_old_answer(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
-    (run.path / ".join").mkdir(parents=True)
-    (run.path / ".join/answer.json").write_text('{"state": "ready", "beat": 9, "words": {"1": "old"}}')
+    with lead(run) as leader:
+        old = leader.folder / "answer.json"
+    old.parent.mkdir(parents=True)
+    old.write_text('{"state": "ready", "beat": 9, "words": {"1": "old"}}')
     released: list[float] = []
     waiting = threading.Thread(target=lambda: (follow(run, 1, silence_s=20), released.append(time.monotonic())))
     waiting.start()
@@ -321,6 +323,24 @@ def test_ranks_leave_with_rank_0s_code_when_it_refuses(tmp_path: Path, monkeypat
         raise StorageError("the disk is full")
     waiting.join(10)
     assert isinstance(seen[0], RefusedElsewhere) and seen[0].exit_code == 6 and "the disk is full" in str(seen[0])
+
+
+def test_a_second_world_that_is_refused_takes_no_ranks_of_the_first_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    released: list[bool] = []
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    waiting = threading.Thread(target=lambda: (follow(run, 1, silence_s=20), released.append(True)))
+    waiting.start()
+    with lead(run) as leader:
+        time.sleep(0.6)
+        monkeypatch.setenv("MASTER_PORT", "29501")
+        with pytest.raises(ConfigError), lead(run):
+            raise ConfigError("another process works here")
+        leader.ready()
+        waiting.join(10)
+    assert released
 
 
 def test_a_rank_whose_rank_0_never_comes_does_not_wait_for_ever(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
 """Ranks of a foreign launcher (torchrun, Slurm, by hand) wait here until rank 0 has prepared the run folder.
 
 There is no process group yet, so they rendezvous through small files in RUN/.join: a waiting rank writes a nonce, and
-rank 0's answer repeats it, so that a file left over from an earlier start cannot be mistaken for an answer.
+rank 0's answer repeats it, so that a file left over from an earlier start cannot be mistaken for an answer. Each world
+has a folder of its own there: of two that are started for one run at once, the second is refused, and its ranks alone.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import threading
@@ -53,6 +55,7 @@ def lead(run: RunFolder) -> Iterator[Leader]:
     finally:
         leader.end()
         with suppress(OSError):
+            folder.parent.rmdir()
             run.path.rmdir()  # only when nothing but .join was in it
 
 
@@ -129,7 +132,9 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 
 def _make_folder(run: RunFolder) -> Path:
-    folder = run.path / JOIN_FOLDER
+    # What ranks of one world have in common, whoever started them; machines may know the address by different names.
+    known = [os.environ.get(name, "") for name in ("MASTER_PORT", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")]
+    folder = run.path / JOIN_FOLDER / re.sub(r"\W+", "_", "-".join(["world", *known]))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
