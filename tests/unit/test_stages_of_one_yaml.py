@@ -206,5 +206,5 @@ def test_a_request_to_stop_reaches_the_stage_that_is_under_way(monkeypatch, name
         "import os, signal, time; number = signal.Signals[NAME]; signal.signal(number, lambda *_: os._exit(75)); "
         "os.kill(os.getppid(), number); time.sleep(60)"
     )
-    monkeypatch.setattr("duoka.cluster.pipeline.execute._CHILD", stage.replace("NAME", repr(name)))
+    monkeypatch.setattr("duoka.cluster.pipeline.execute.CHILD", stage.replace("NAME", repr(name)))
     assert run_command() == 75

@@ -29,7 +29,7 @@ from duoka.runs.folder import json_lines, write_json_atomic, write_text_atomic
 from duoka.units import format_seconds
 
 # The command ends with this process, however that ends: nobody would know of a stage that goes on alone.
-_CHILD = (
+CHILD = (
     "import sys; from duoka.process.lifeline import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
     "from duoka.cli import main; main(sys.argv[1:])"
 )
@@ -270,7 +270,7 @@ def read_command(*words: str, told: str | None = None) -> tuple[int, str]:
 
 def _command(words: Sequence[str]) -> list[str]:
     safe = ["-P"] if sys.version_info >= (3, 11) else []
-    return [sys.executable, *safe, "-c", _CHILD, str(os.getpid()), *words]
+    return [sys.executable, *safe, "-c", CHILD, str(os.getpid()), *words]
 
 
 def _wait(process: subprocess.Popen[Any], read: Callable[[], object] = lambda: None) -> int:
