@@ -45,6 +45,11 @@ def test_a_llama_is_cut_into_stages_and_a_gpt2_is_not(tmp_path, fresh):
     assert "in two stages, beside the whole" in refused.value.where
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_a_mixture_whose_config_asks_for_router_logits_is_cut_into_stages_too(tmp_path, fresh, family):
+    check_stages(ModelConfig(name="mine"), config_folder(tmp_path, family, output_router_logits=True))
+
+
 def test_a_llama_is_packed_with_our_head(tmp_path, fresh):
     folder = config_folder(tmp_path, "llama")
     rows = choose_rows(run_config(folder), folder)

@@ -35,6 +35,7 @@ from duoka.model.head import (
     loss_from_logits,
     read_bend,
 )
+from duoka.model.layers import unrecorded
 from duoka.model.lora import apply_lora, keep_earlier, without_packer
 from duoka.model.loss import LIKELIHOOD, Goal
 from duoka.model.own_lengths import use_own_lengths
@@ -265,7 +266,7 @@ class LossModel(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`entry`: token ids, or hidden states."""
         core: Any = self.core
-        options: dict[str, Any] = {"use_cache": False, "position_ids": position_ids}
+        options: dict[str, Any] = {"use_cache": False, "position_ids": position_ids, **unrecorded(core)}
         options["inputs_embeds" if entry.is_floating_point() else "input_ids"] = entry
         if boundaries is not None:
             documents = Documents.of(boundaries, entry.device)
@@ -306,7 +307,7 @@ class LossModel(torch.nn.Module):
         core: Any = self.core
         length = input_ids.shape[1]
         entry = {"input_ids": input_ids} if hidden is None else {"inputs_embeds": hidden}
-        options: dict[str, Any] = {**entry, "use_cache": False}
+        options: dict[str, Any] = {**entry, "use_cache": False, **unrecorded(core)}
         options["position_ids"] = torch.arange(length, device=input_ids.device)[None]
         with contextlib.nullcontext() if self.stages is None else self.stages.shown(self.stages.num_stages - 1):
             if not self.has_plain_head:
@@ -322,7 +323,8 @@ class LossModel(torch.nn.Module):
         Under FSDP all ranks call it, as next_token.
         """
         core: Any = self.core
-        output = core(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        options: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1, **unrecorded(core)}
+        output = core(input_ids=input_ids, past_key_values=cache, **options)
         return output.logits[:, -1], output.past_key_values
 
     def look_at_slots(self, input_ids: torch.Tensor, position_ids: torch.Tensor, slots: Any) -> torch.Tensor:
@@ -331,7 +333,8 @@ class LossModel(torch.nn.Module):
         Under FSDP all ranks call it, as next_token.
         """
         core: Any = self.core
-        output = core(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=1, slots=slots)
+        options: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1, **unrecorded(core)}
+        output = core(input_ids=input_ids, position_ids=position_ids, slots=slots, **options)
         return output.logits[:, -1]  # type: ignore[no-any-return]
 
     @property

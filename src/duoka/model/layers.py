@@ -29,6 +29,16 @@ def is_transformer(core: torch.nn.Module) -> bool:
     return hasattr(core, "get_input_embeddings") and hasattr(config, "num_hidden_layers")
 
 
+def unrecorded(core: torch.nn.Module) -> dict[str, bool]:
+    """For a call of a mixture whose config says output_router_logits: without them, and without the loss made of them.
+
+    Nothing here reads either (train/balance.py watches routers itself). Beside the memory they took, transformers hooks
+    the routers that a model has at its first call: of a pipeline's later stages none, and that loss fails without any.
+    """
+    config = core.config.get_text_config()  # type: ignore[union-attr, operator]
+    return {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
+
+
 def find_blocks(core: torch.nn.Module) -> list[torch.nn.Module]:
     """The members of lists and sequences of modules, the outermost ones: what a user's own model is a stack of."""
     blocks: list[torch.nn.Module] = []

@@ -14,6 +14,7 @@ import torch
 
 from duoka.comm.world import World
 from duoka.model.build import LossModel
+from duoka.model.layers import unrecorded
 from duoka.model.own_lengths import find_stretch
 from duoka.model.together import answers_by_rows, likeliest_answers
 from duoka.parallel.precision import compute_in
@@ -91,10 +92,11 @@ def are_likeliest(model: LossModel, rows: Sequence[Row], device: torch.device) -
     ids, labels, positions = _laid_out(model, rows, device)
     core: Any = model.core
     kept = (labels != UNLABELED).any(0).nonzero().flatten()  # a prompt's logits would be most of the memory
+    options: dict[str, Any] = {"use_cache": False, **unrecorded(core)}
     if "logits_to_keep" not in inspect.signature(core.forward).parameters:
-        logits = core(input_ids=ids, position_ids=positions, use_cache=False).logits[:, kept]
+        logits = core(input_ids=ids, position_ids=positions, **options).logits[:, kept]
     else:
-        logits = core(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept).logits
+        logits = core(input_ids=ids, position_ids=positions, logits_to_keep=kept, **options).logits
     labels = labels[:, kept]  # as the logits: (rows, kept tokens, vocab)
     is_right = (logits.argmax(-1) == labels) | (labels == UNLABELED)
     found: list[bool] = is_right.all(-1).tolist()

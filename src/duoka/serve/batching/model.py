@@ -14,6 +14,7 @@ import torch
 
 from duoka.errors import ConfigError
 from duoka.model.decode import MOST_ROWS, answer_fast
+from duoka.model.layers import unrecorded
 from duoka.model.own_lengths import find_stretch, find_turn
 from duoka.model.slots import Rows, SequenceCache
 from duoka.model.together import TOLERANCE, distance_by_rows
@@ -58,7 +59,7 @@ class SlotModel:
         self.adapters.set_rows([adapter])
         out = self.lm(
             input_ids=ids, position_ids=places, use_cache=False, logits_to_keep=0 if keep_all else 1,
-            slots=Rows((cache,), (start,)),
+            slots=Rows((cache,), (start,)), **unrecorded(self.lm),
         )  # fmt: skip
         logits: torch.Tensor = out.logits[0].float()
         return logits
@@ -75,7 +76,7 @@ class SlotModel:
         slots = Rows(
             tuple(row.cache if row else None for row in padded), tuple(row.position if row else 0 for row in padded)
         )
-        out = self.lm(input_ids=ids, position_ids=places, use_cache=False, slots=slots)
+        out = self.lm(input_ids=ids, position_ids=places, use_cache=False, slots=slots, **unrecorded(self.lm))
         logits: torch.Tensor = out.logits[:, -1].float()
         return logits
 
@@ -87,7 +88,7 @@ class SlotModel:
         cache = SequenceCache(len(tokens))
         out = self.lm(
             input_ids=ids, position_ids=torch.arange(len(tokens), device=self.device)[None], use_cache=False,
-            logits_to_keep=1, output_hidden_states=True, slots=Rows((cache,), (0,)),
+            logits_to_keep=1, output_hidden_states=True, slots=Rows((cache,), (0,)), **unrecorded(self.lm),
         )  # fmt: skip
         mean = out.hidden_states[-1][0].float().mean(dim=0)
         vector: list[float] = (mean / mean.norm().clamp_min(1e-12)).tolist()
