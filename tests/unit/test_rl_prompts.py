@@ -80,6 +80,21 @@ def test_wrong_records_are_refused_together_or_counted(tmp_path, tokenizer):
     assert len(rows) == 2 and report.sets[0].counts.num_bad == 2
 
 
+def test_what_the_template_cannot_ask_is_a_wrong_record_too(tmp_path, tokenizer):
+    good = messages_record([("user", "a"), ("assistant", "b")])
+    thought = {"role": "assistant", "content": "1", "reasoning_content": "this template knows no key for it"}
+    bad = messages_record([("user", "q"), ("user", "r"), ("assistant", "s")])
+    bad["messages"].insert(1, thought)
+    with pytest.raises(Faults, match="has its reasoning beside the answer") as caught:
+        ask(tmp_path, tokenizer, [good, bad])
+    (fault,) = caught.value.faults
+    assert fault.line == 2 and fault.file.endswith("asked.jsonl")
+    rows, report = ask(tmp_path, tokenizer, [good, bad, good], on_bad="skip")
+    assert len(rows) == 2 and report.sets[0].counts.num_bad == 1 and report.sets[0].counts.num_records == 3
+    with pytest.raises(DataError, match=r"no prompt is left: data\.on_bad is skip, and all 2 are wrong"):
+        ask(tmp_path, tokenizer, [bad, bad], on_bad="skip")
+
+
 def test_the_first_of_a_set_are_taken_and_tasks_ask_what_is_for_training(tmp_path, tokenizer):
     records = [messages_record([("user", str(n)), ("assistant", "b")]) for n in range(9)]
     rows, _ = ask(tmp_path, tokenizer, records, source={"max_samples": 4})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from duoka.config.schema import RunConfig
@@ -28,6 +28,20 @@ from duoka.units import parse_seconds
 _PIECE_BYTES = 4 << 20
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A question as rewards know it, as the model reads it (calls and tools too), and where it stands."""
+
+    question: Question
+    prompt: Prompt
+    file: str = ""
+    line: int = 0
+
+    def fault(self, error: BadRecord) -> Fault:
+        what = error.rule if self.file else f"{self.question.id} cannot be asked: {error.rule}"
+        return Fault(what, file=self.file, line=self.line, fix=error.fix)
+
+
 def prepare_prompts(config: RunConfig, base: Path, tokenizer: ChatTokenizer) -> tuple[PromptRows, DataReport]:
     """Raises Faults (wrong records) and DataError (no prompt is left)."""
     reports: list[SetReport] = []
@@ -38,11 +52,10 @@ def prepare_prompts(config: RunConfig, base: Path, tokenizer: ChatTokenizer) -> 
     for found in find_sets(config, base):
         counts, bad = Counts(), list[Fault]()
         asked = list(_asked(found, base, config, bad))
+        encoded = list(_encode(asked, tools, tokenizer, bad))
         if bad and config.data.on_bad == "error":
             raise Faults(bad[:10], title="data error")
-        if tools:
-            asked = [(question, _with_tools(question, prompt, tools)) for question, prompt in asked]
-        for (question, _), own in zip(asked, _encode(asked, tokenizer), strict=True):
+        for question, own in encoded:
             if len(own) > room:
                 counts.num_dropped_long += 1
                 continue
@@ -50,15 +63,11 @@ def prepare_prompts(config: RunConfig, base: Path, tokenizer: ChatTokenizer) -> 
             ids.append(own)
             counts.num_kept += 1
             counts.num_tokens += len(own)
-        counts.num_bad, counts.num_records = len(bad), len(asked) + len(bad)
+        counts.num_bad, counts.num_records = len(bad), len(encoded) + len(bad)
         files = tuple(map(str, found.files))
         reports.append(SetReport(found.name, found.split, files, found.form.name, counts, False, tuple(bad[:3])))
     if not questions:
-        raise DataError(
-            f"no prompt is left: none leaves room for rl.max_new_tokens ({config.rl.max_new_tokens}) in "
-            f"data.max_length ({config.data.max_length})",
-            fix="write a larger data.max_length, or a smaller rl.max_new_tokens",
-        )
+        raise _nothing_left(reports, config)
     rows = PromptRows(questions, ids)
     report = DataReport(
         sets=tuple(reports), num_train=len(rows), train_tokens=int(rows.lengths.sum()),
@@ -90,26 +99,39 @@ def _tools(config: RunConfig, base: Path, tokenizer: ChatTokenizer) -> str:
     )
 
 
-def _with_tools(question: Question, prompt: Prompt, tools: str) -> Prompt:
+def _nothing_left(reports: Sequence[SetReport], config: RunConfig) -> DataError:
+    wrong = [fault for report in reports for fault in report.skipped]
+    if wrong and not any(report.counts.num_dropped_long for report in reports):
+        return DataError(
+            f"no prompt is left: data.on_bad is skip, and all {sum(one.counts.num_bad for one in reports)} are wrong",
+            where=f"the first: {' '.join(wrong[0].lines())}",
+        )
+    return DataError(
+        f"no prompt is left: none leaves room for rl.max_new_tokens ({config.rl.max_new_tokens}) in "
+        f"data.max_length ({config.data.max_length})",
+        fix="write a larger data.max_length, or a smaller rl.max_new_tokens",
+    )
+
+
+def _with_tools(prompt: Prompt, tools: str) -> Prompt:
+    if not tools:
+        return prompt
     if prompt.tools:
-        raise DataError(
-            f"{question.id} names tools of its own, which nobody would run beside rl.tools",
-            fix="take the column tools out of the data, or delete rl.tools",
+        raise BadRecord(
+            "the record names tools of its own, which nobody would run beside rl.tools",
+            "take the column tools out of the data, or delete rl.tools",
         )
     return replace(prompt, tools=tools)
 
 
-Asked = tuple[Question, Prompt]  # what rewards know of it, and what the model reads: calls and tools too
-
-
-def _asked(found: ResolvedSet, base: Path, config: RunConfig, bad: list[Fault]) -> Iterator[Asked]:
+def _asked(found: ResolvedSet, base: Path, config: RunConfig, bad: list[Fault]) -> Iterator[_Asked]:
     if is_task(found.name):
         items = [(task, item) for task in find_tasks(found.name, base) for item in task.items("train")]
         for task, item in items[: found.max_samples]:
             if item.question:
                 turns = tuple(Message(role, said) for role, said in item.question)
                 question = Question(found.name, f"{task.name}/{item.id}", item.question, item.answer, dict(item.facts))
-                yield question, Prompt(turns)
+                yield _Asked(question, Prompt(turns))
         return
     number, most_bytes = 0, max_record_bytes(config.data.max_length)
     for path in found.files:
@@ -129,10 +151,11 @@ def _asked(found: ResolvedSet, base: Path, config: RunConfig, bad: list[Fault]) 
                     continue
                 assert isinstance(example, Example | Prompt), "check_data refused other kinds"
                 facts = record.value if isinstance(record.value, dict) else {}
-                yield _ask(found.name, f"{path.name}:{record.line or number}", example, facts)
+                question, prompt = _ask(found.name, f"{path.name}:{record.line or number}", example, facts)
+                yield _Asked(question, prompt, record.file, record.line)
 
 
-def _ask(source: str, name: str, example: Example | Prompt, facts: dict[str, object]) -> Asked:
+def _ask(source: str, name: str, example: Example | Prompt, facts: dict[str, object]) -> tuple[Question, Prompt]:
     messages = example.messages
     answer = messages[-1].content if isinstance(example, Example) else ""
     asked = messages[:-1] if isinstance(example, Example) else messages
@@ -140,15 +163,20 @@ def _ask(source: str, name: str, example: Example | Prompt, facts: dict[str, obj
     return Question(source, name, said, answer, facts), Prompt(asked, example.tools)
 
 
-def _encode(asked: Sequence[Asked], tokenizer: ChatTokenizer) -> list[list[int]]:
-    texts = []
-    for question, prompt in asked:
+def _encode(
+    asked: Sequence[_Asked], tools: str, tokenizer: ChatTokenizer, bad: list[Fault]
+) -> Iterator[tuple[Question, list[int]]]:
+    """Those that the template can express, as tokens; the others are noted in `bad`."""
+    texts, able = [], []
+    for one in asked:
         try:
-            texts.append(render_prompt(prompt.messages, prompt.tools, tokenizer))
+            texts.append(render_prompt(one.prompt.messages, _with_tools(one.prompt, tools).tools, tokenizer))
+            able.append(one)
         except BadRecord as error:
-            raise DataError(f"{question.id} cannot be asked: {error.rule}", fix=error.fix or None) from None
+            bad.append(one.fault(error))
     tokens = tokenizer.encode_many([text for text, _ in texts])
-    return [
-        mark_tokens(text, [], own, tokenizer, cuts).input_ids.tolist()
-        for (text, cuts), own in zip(texts, tokens, strict=True)
-    ]
+    for one, (text, cuts), own in zip(able, texts, tokens, strict=True):
+        try:
+            yield one.question, mark_tokens(text, [], own, tokenizer, cuts).input_ids.tolist()
+        except BadRecord as error:
+            bad.append(one.fault(error))
