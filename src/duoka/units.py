@@ -134,6 +134,14 @@ def parse_every(value: int | str) -> Every:
     raise ValueError(f"{unit!r} is no unit of time here; steps, epochs, s, min, h, d are")
 
 
+def steps_of_epochs(epochs: float, per_epoch: int) -> int:
+    """Steps of so many epochs; a part of a step counts as one, as in transformers' Trainer.
+
+    1.1 x 10 is 11.000000000000002 in floats, and 11 here.
+    """
+    return max(1, math.ceil(round(epochs * per_epoch, 6)))
+
+
 def parse_seconds(value: int | float | str) -> float:
     """600 or "10min" -> 600.0. Raises ValueError with the reason."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -234,7 +234,7 @@ def test_a_sample_longer_than_max_length_is_a_bug_of_ours() -> None:
 
 def test_parts_of_epochs_are_counted() -> None:
     plan = plan_of(np.ones(100, np.int32), batch=Amount(10, "samples"))
-    assert [plan.num_steps(epochs) for epochs in (0.01, 0.5, 1.0, 2.25)] == [1, 5, 10, 22]
+    assert [plan.num_steps(epochs) for epochs in (0.01, 0.5, 0.51, 1.0, 1.1, 2.25)] == [1, 5, 6, 10, 11, 23]
 
 
 def test_what_is_outside_the_plan_is_refused() -> None:

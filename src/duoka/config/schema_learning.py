@@ -246,7 +246,9 @@ class TrainConfig(Section):
     """How long, in what batches and in which numbers to train."""
 
     epochs: Annotated[Number, Field(gt=0.0)] | None = Field(
-        3.0, description="Passes over the data; 0.5 is half of one; null: as many as tokens or max_steps take."
+        3.0,
+        description="Passes over the data; 0.5 is half of one, and a part of a step counts as a step; null: as many as "
+        "tokens or max_steps take.",
     )
     tokens: TokenBudget | None = Field(
         None,

@@ -12,7 +12,7 @@ from typing import Any
 from duoka.config.schema import TrainConfig
 from duoka.plan.horizon import Horizon
 from duoka.plan.lengths import Lengths, Rows, tokens_at_once
-from duoka.units import Amount, parse_amount
+from duoka.units import Amount, parse_amount, steps_of_epochs
 
 
 @dataclass(frozen=True)
@@ -125,5 +125,5 @@ def count_steps(
     per_epoch *= updates
     ends = [steps for steps in (train.max_steps, horizon.steps if horizon else None) if steps is not None]
     if train.epochs is not None:
-        ends.append(max(1, round(train.epochs * per_epoch)))
+        ends.append(steps_of_epochs(train.epochs, per_epoch))
     return Steps(per_epoch, min(ends), is_exact=lengths.basis == "tokenized")

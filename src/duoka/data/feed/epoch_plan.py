@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from duoka.config.schema import TrainConfig
-from duoka.units import Amount, parse_amount
+from duoka.units import Amount, parse_amount, steps_of_epochs
 
 ORDER_VERSION = 2  # raise it when the same data, seed and batch would give another order: old checkpoints are refused
 # For a sample of so many tokens, attention's quadratic cost equals everything that is linear in its length.
@@ -55,8 +55,8 @@ class EpochPlan:
         return min(max(nearest, 1), self.num_samples)
 
     def num_steps(self, num_epochs: float) -> int:
-        """Optimizer steps in so many epochs; a part of an epoch counts its batches, rounded to the nearest."""
-        return max(1, round(self.num_batches() * num_epochs))
+        """Optimizer steps in so many epochs; a part of an epoch counts its batches, rounded up."""
+        return steps_of_epochs(num_epochs, self.num_batches())
 
     def num_samples_between(self, first: int, last: int) -> int:
         """Samples of the steps from `first` to before `last`, counted from the run's first as 0."""

@@ -37,7 +37,7 @@ from duoka.train.rl.draw import Drawer
 from duoka.train.rl.judges import Judges
 from duoka.train.rl.learned import facts_of, learned_of
 from duoka.train.rl.rollouts import Rollout, RolloutStep, read_rollouts, rollout_file, write_rollouts
-from duoka.units import parse_seconds
+from duoka.units import parse_seconds, steps_of_epochs
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class RolloutFeed:
         return self.plan.num_batches() * self.site.config.rl.updates
 
     def num_steps(self, num_epochs: float) -> int:
-        return max(1, round(self.steps_per_epoch * num_epochs))
+        return steps_of_epochs(num_epochs, self.steps_per_epoch)
 
     def num_samples_between(self, start: int, end: int) -> int:
         updates, samples = self.site.config.rl.updates, self.site.config.rl.samples
