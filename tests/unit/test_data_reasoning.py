@@ -125,6 +125,28 @@ def test_a_thought_before_a_call_is_learned_with_it(tiny: ChatTokenizer) -> None
     assert second == "<think>\nso\n</think>\n\nfound<|im_end|>"
 
 
+BY_PARTS = DROPS.replace(  # as Qwen3-Coder has them, and with a line between words and calls
+    "<call>{{ call.function | tojson }}</call>",
+    "{{ '\n' if m.content }}<call>{{ call.function.name }}{% for name, value in call.function.arguments.items() %}"
+    "<{{ name }}>{{ value }}</{{ name }}>{% endfor %}</call>",
+)
+
+
+@pytest.mark.parametrize("content", ["", None, "let me see"])
+@pytest.mark.parametrize("arguments", [{"q": "x"}, {}, {"q": [1, {"}": "</call>"}]}])
+@pytest.mark.parametrize("template", [DROPS, BY_PARTS], ids=["json", "parts"])
+def test_calls_without_a_thought_are_learned_where_the_last_turn_gets_an_empty_one(
+    tiny: ChatTokenizer, template: str, arguments: dict[str, Any], content: str | None
+) -> None:
+    calls = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name in ("find", "get")]
+    turn = {"role": "assistant", "content": content, "tool_calls": calls}
+    turns = (asked("q"), turn, {"role": "tool", "content": "r"}, turn, {"role": "tool", "content": "r"}, said("found"))
+    first, second, last = learned(talk(*turns), with_template(tiny, template))
+    assert first == second and first.startswith(content or "<call>") and first.endswith("</call><|im_end|>")
+    assert first.count("<|im_end|>") == 1 and first.count("find") == first.count("get") == 1
+    assert last == "<think>\n\n</think>\n\nfound<|im_end|>"
+
+
 @pytest.mark.parametrize("template", [NAMED_TEMPLATES["chatml"], DROPS.split("{% if add_generation_prompt")[0]])
 def test_where_it_would_be_lost_it_is_refused(tiny: ChatTokenizer, template: str) -> None:
     with pytest.raises(BadRecord, match=r"message 2 has its reasoning beside the answer.*not be learned"):

@@ -161,6 +161,10 @@ def _turn_span(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], tools: 
     whole = text if place == len(messages) - 1 else _render(tokenizer, messages[: place + 1], tools, turn=place + 1)
     if text.startswith(whole):
         end = len(whole)
+    elif messages[place].get("tool_calls"):
+        end = _end_of_calls(tokenizer, messages, tools, place, text, whole, start)
+        if end < 0:
+            raise _unstable(tokenizer, messages, place, whole, text)
     else:
         # Templates that treat the last turn in another way (reasoning models): the turn ends where the next begins.
         found = _end_of_content(tokenizer, messages, tools, place, text, start) if content else -1
@@ -186,6 +190,28 @@ def _check_answer(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], plac
             f"the chat template ({tokenizer.template_name}) leaves {lost} of message {place + 1} out",
             "use a model whose template knows it, or set model.template",
         )
+
+
+def _end_of_calls(
+    tokenizer: ChatTokenizer, messages: list[dict[str, Any]], tools: Any, place: int, text: str, whole: str, start: int
+) -> int:
+    """Where a turn that ends with calls ends in the whole text: behind the last call as it does in `whole`, its last
+    turn. -1: that cannot be told."""
+    letter = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text)
+    *calls, last = messages[place]["tool_calls"]
+    marked = {**last, "function": {**last["function"], "arguments": {letter: letter}}}
+    turns = [*messages[:place], {**messages[place], "tool_calls": [*calls, marked]}]
+
+    def behind(real: str, others: list[dict[str, Any]]) -> int:
+        """The place in the last call's arguments from where on the real text is that with the marked call."""
+        same = _render(tokenizer, others, tools, turn=place + 1).rpartition(letter)[2]
+        pairs = zip(reversed(real), reversed(same), strict=False)
+        return len(real) - sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    at, ending = behind(text, [*turns, *messages[place + 1 :]]), whole[behind(whole, turns) :]
+    if at < start or not text.startswith(ending.rstrip(), at):
+        return -1
+    return at + len(ending.rstrip())
 
 
 def _end_of_content(
