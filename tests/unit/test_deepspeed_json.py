@@ -41,7 +41,12 @@ def read(text: str, nproc: int = 2):
     return read_side_file("x.json", Start(nproc, True)).text
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3, offload: params", "zero2, offload: optimizer"])
+PARTLY = "zero3, offload: {optimizer: host, share: 0.5}"
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zero1", "zero2", "zero3, offload: params", "zero2, offload: optimizer", PARTLY]
+)
 def test_a_runs_json_read_back_is_the_run(strategy: str) -> None:
     result = convert(f"{RUN}parallel: {{strategy: {strategy}}}\n")
     assert result.exit_code == 0, result.exception
@@ -74,6 +79,9 @@ def test_deepspeed_takes_the_json() -> None:
         (["parallel.strategy=zero2", "train.global_batch=10"], "do not divide"),
         (["parallel.strategy=zero2", "parallel.pipeline=2"], "axes beside data and tensor parallelism"),
         (["parallel.strategy=zero2", "optim.name=lamb"], "optim.name is lamb"),
+        (["parallel.strategy=zero2", "parallel.offload={optimizer: host, share: 0.5}"], "share is 0.5"),
+        (["parallel.strategy=zero1", "parallel.offload={optimizer: disk}"], "optimizer is disk"),
+        (["parallel.strategy=ddp", "parallel.offload=optimizer"], "offloads from stage 1 on"),
     ],
 )
 def test_what_the_json_cannot_say_is_refused(words: list[str], told: str) -> None:

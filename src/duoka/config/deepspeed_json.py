@@ -224,6 +224,7 @@ def _unsayable(config: RunConfig, world_size: int) -> Iterator[Fault]:
     ):
         what = f"parallel.compress is {parallel.compress}, which is not DeepSpeed's"
         yield Fault(what, key="parallel.compress", fix="parallel.compress=none")
+    yield from _unsayable_offload(parallel)
     batch, micro = _samples(config.train.global_batch), _samples(config.train.micro_batch) or 1
     at_once = micro * max(1, world_size // parallel.tensor)
     if not batch:
@@ -237,4 +238,23 @@ def _unsayable(config: RunConfig, world_size: int) -> Iterator[Fault]:
             f"train.global_batch is {batch}, which {world_size} processes with micro-batches of {micro} do not divide",
             key="train.global_batch",
             fix=f"add   train.global_batch={-(-batch // at_once) * at_once}   or another --nproc",
+        )
+
+
+def _unsayable_offload(parallel: ParallelConfig) -> Iterator[Fault]:
+    """What DeepSpeed leaves out without a word, or ends at: below stage 3 it moves all of the state, into memory."""
+    offloads, stage = parallel.offloads, STAGES.get(parallel.strategy, 3)
+    if offloads.moves_anything and not stage:
+        yield Fault(
+            f"parallel.offload is {parallel.offload}, and DeepSpeed offloads from stage 1 on; strategy is "
+            f"{parallel.strategy}",
+            key="parallel.offload",
+            fix="add   parallel.strategy=zero1   or   parallel.offload=none",
+        )
+    elif stage < 3 and (offloads.share < 1 or "disk" in (offloads.optimizer, offloads.params)):
+        part = f"share is {offloads.share:g}" if offloads.share < 1 else "optimizer is disk"
+        yield Fault(
+            f"parallel.offload's {part}, which DeepSpeed knows at stage 3 alone; strategy is {parallel.strategy}",
+            key="parallel.offload",
+            fix="add   parallel.strategy=zero3   or   parallel.offload=optimizer",
         )
