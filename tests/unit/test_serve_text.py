@@ -1,10 +1,14 @@
 """From tokens to what is sent: stop texts, calls of tools, draws that are counted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from duoka.data.tokens.templates import NAMED_TEMPLATES
 from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.model.sampling import Sampling, choose_token, uniform
+from duoka.serve.api.requests import Facts, read_chat
 from duoka.serve.api.text import Answer
 from duoka.serve.batching.scheduler import Scored
 from duoka.tasks.tool_calls import split_calls
@@ -95,3 +99,25 @@ def test_a_large_vocabulary_is_cut_as_a_small_one_is():
     kept = set(chances.indices[: int((chances.values.cumsum(0) < 0.9).sum()) + 1].tolist())
     drawn = {choose_token(logits, Sampling(1.0, 0.9), at) for at in range(300)}
     assert drawn <= kept and len(drawn) > 200
+
+
+KEEPS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_what_was_thought_earlier_is_handed_to_a_template_that_knows_it(tokenizer, key):
+    def prompt_of(template):
+        told = replace(tokenizer, template=template, tool_template=template)
+        facts = Facts(told, 1000, 1000, frozenset(), {"m": None})
+        answer = {"role": "assistant", "content": "two", key: "1 + 1", "refusal": None}
+        turns = [{"role": "user", "content": "q"}, answer, {"role": "user", "content": "r"}]
+        (prompt,) = read_chat({"model": "m", "messages": turns}, facts).prompts
+        return tokenizer.decode(list(prompt))
+
+    assert "<think>1 + 1</think>two<|im_end|>" in prompt_of(KEEPS)
+    plain = prompt_of(NAMED_TEMPLATES["chatml"])
+    assert "two<|im_end|>" in plain and "1 + 1" not in plain

@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from duoka.data.read.example import BadRecord, Message
+from duoka.data.tokens.reasoning import KEYS
 from duoka.data.tokens.template import encode_prompt, knows_tools, render_prompt
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.model.sampling import Sampling
@@ -185,7 +186,8 @@ def _bias(raw: Any, vocabulary: int) -> dict[int, float]:
 def _chat_prompt(raw: Any, tools: str | None, tokenizer: ChatTokenizer) -> tuple[int, ...]:
     if not isinstance(raw, list) or not raw:
         raise BadRequest("messages must be a list of at least one message", "messages")
-    messages = tuple(_message(one, f"messages[{place}]") for place, one in enumerate(raw))
+    key = tokenizer.reasoning_keys[bool(tools)]
+    messages = tuple(_message(one, f"messages[{place}]", key is not None) for place, one in enumerate(raw))
     try:
         text, cuts = render_prompt(messages, tools, tokenizer)
     except (BadRecord, TemplateError) as error:
@@ -196,7 +198,7 @@ def _chat_prompt(raw: Any, tools: str | None, tokenizer: ChatTokenizer) -> tuple
     return ids
 
 
-def _message(raw: Any, param: str) -> Message:
+def _message(raw: Any, param: str, knows_reasoning: bool) -> Message:
     if not isinstance(raw, dict):
         raise BadRequest(f"{param} is no object", param)
     said = raw.get("role")
@@ -208,7 +210,11 @@ def _message(raw: Any, param: str) -> Message:
             raise BadRequest(f"{param}.{field_name} is not served: {why}", f"{param}.{field_name}")
     calls = raw.get("tool_calls")
     content = _content(raw.get("content"), f"{param}.content", may_be_none=bool(calls))
-    return Message(role, content, _tool_calls(calls, f"{param}.tool_calls") if calls else None)
+    # Of a template that knows no key for it, what was thought earlier is not read: clients send it to any server.
+    thoughts = [raw[key] for key in KEYS if role == "assistant" and knows_reasoning and isinstance(raw.get(key), str)]
+    reasoning = next((thought for thought in thoughts if thought.strip()), "")
+    called = _tool_calls(calls, f"{param}.tool_calls") if calls else None
+    return Message(role, content, called, reasoning=reasoning)
 
 
 def _content(raw: Any, param: str, *, may_be_none: bool) -> str:
