@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -43,6 +44,37 @@ def test_a_detected_format_reads_the_record_it_was_detected_from(record: dict[st
     form = detect_format(record)
     assert form is not None
     assert read_example(record, form).messages == EXPECTED
+
+
+@pytest.mark.parametrize("record", [messages_record(), sharegpt_record()])
+def test_messages_that_a_table_holds_as_json_text_are_read(record: dict[str, Any]) -> None:
+    ((column, turns),) = record.items()
+    as_text = {"id": "1", "note": "[1] seen", column: json.dumps(turns, ensure_ascii=False)}
+    form = detect_format(as_text)
+    assert form is not None and form.columns["messages"] == column
+    assert read_example(as_text, form).messages == EXPECTED
+    broken = {**as_text, column: str(turns)}
+    form = detect_format(broken)
+    assert form is not None
+    with pytest.raises(BadRecord, match=f"'{column}' is text that begins as a list, and is no JSON") as caught:
+        read_example(broken, form)
+    assert "json.dumps" in caught.value.fix
+
+
+def test_pairs_and_prompts_as_json_text_are_read_too() -> None:
+    question, good, bad = ({"role": role, "content": role} for role in ("user", "assistant", "assistant"))
+    bad["content"] = "no"
+    pair = {"chosen": [question, good], "rejected": [question, bad]}
+    as_text = {name: json.dumps(turns) for name, turns in pair.items()}
+    form = detect_format(as_text)
+    assert form is not None and form == detect_format(pair)
+    assert read_example(as_text, form) == read_example(pair, form)
+    answers = {"prompt": "Two roles, as JSON?", "chosen": json.dumps([question, good]), "rejected": "[]"}
+    form = detect_format(answers)
+    assert form is not None and read_example(answers, form).chosen.content == answers["chosen"]
+    document = {"text": json.dumps([question, good])}
+    form = detect_format(document)
+    assert form is not None and form.kind == "text"
 
 
 def test_tool_calls_are_kept_in_either_spelling() -> None:
@@ -97,6 +129,7 @@ BAD = [
     ({"mesages": []}, "messages", "is it 'mesages'", ""),
     ({"messages": []}, "messages", "must be a list of messages, this is an empty list", ""),
     ({"messages": "hi"}, "messages", "this is text", ""),
+    ({"messages": "[{'role': 'user'}]"}, "messages", "begins as a list, and is no JSON", "json.dumps"),
     ({"messages": ["hi"]}, "messages", "message 1 must be an object with 'role' and 'content'", ""),
     (talk(("user", None), ("assistant", "a")), "messages", "'content' of message 1 is null", "string"),
     (talk(("user", 3), ("assistant", "a")), "messages", "'content' of message 1 is a number", "string"),

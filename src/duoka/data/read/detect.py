@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from duoka.data.read.example import SetFormat
+from duoka.data.read.example import BadRecord, SetFormat
 from duoka.data.read.formats import FORMATS
+from duoka.data.read.messages import listed
 
 LABELS = ("kto_tag", "label")
 _ANSWERS = ("output", "response", "completion", "answer")
@@ -48,7 +49,8 @@ def _with_label(form: SetFormat, record: dict[str, Any]) -> SetFormat:
 
 
 def _detect_messages(record: dict[str, Any]) -> SetFormat | None:
-    for column, turns in record.items():
+    for column, cell in record.items():
+        turns = _listed(cell, column)
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
             continue
         name = _style_of(turns)
@@ -58,11 +60,27 @@ def _detect_messages(record: dict[str, Any]) -> SetFormat | None:
         columns = {"messages": column, "system": "system", "tools": "tools"}
         roles = [turn["role" if name == "messages" else "from"] for turn in turns]
         form = SetFormat(name, columns, _detect_tags(name, roles))
-        if column == "prompt" and isinstance(record.get("completion"), list):
+        if column == "prompt" and isinstance(_listed(record.get("completion"), "completion"), list):
             return _with_label(SetFormat(name, {**columns, "completion": "completion"}, form.tags), record)
         if column == "prompt" and turns and roles[-1] in ("user", "human"):
             return SetFormat(name, columns, form.tags, "prompt")
         return _with_label(form, record)
+    return _detect_broken(record)
+
+
+def _listed(cell: Any, column: str) -> Any:
+    """Text that is a list of messages as that list, but for a document's."""
+    try:
+        return cell if column == "text" else listed(cell, column)
+    except BadRecord:
+        return None
+
+
+def _detect_broken(record: dict[str, Any]) -> SetFormat | None:
+    """By a column's name alone where its text begins as a list and is none: reading it says what is wrong with it."""
+    for column, name in (("messages", "messages"), ("conversations", "sharegpt")):
+        if isinstance(record.get(column), str) and record[column].lstrip().startswith("["):
+            return SetFormat(name, FORMATS.get(name).columns, FORMATS.get(name).tags)
     return None
 
 
@@ -81,7 +99,7 @@ def _detect_preference(record: dict[str, Any]) -> SetFormat | None:
     if found is not None:
         return SetFormat(found.name, {**found.columns, **columns}, found.tags, "preference")
     question = next((name for name in ("instruction", "prompt", "question") if isinstance(record.get(name), str)), "")
-    chosen = record["chosen"]
+    chosen = record["chosen"] if question else _listed(record["chosen"], "chosen")
     turns = [turn for turn in (chosen if isinstance(chosen, list) else [chosen]) if isinstance(turn, dict)]
     if question:
         more = {key: name for key, name in FORMATS.get("alpaca").columns.items() if key not in ("prompt", "response")}

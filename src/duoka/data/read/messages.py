@@ -31,6 +31,7 @@ def read_messages(record: dict[str, Any], form: SetFormat) -> tuple[list[Message
     turns = record.get(column)
     if turns is None:
         raise BadRecord(no_column(column, record), misread=True)
+    turns = listed(turns, column)
     if not isinstance(turns, list) or not turns:
         raise BadRecord(f"{column!r} must be a list of messages, this is {kind_of(turns)}", misread=True)
     if record.get("chat_template_kwargs"):  # TRL gives them to the template, which then writes another text
@@ -44,10 +45,23 @@ def read_messages(record: dict[str, Any], form: SetFormat) -> tuple[list[Message
     return with_system(messages, record, form), record.get(form.columns.get("tools", ""))
 
 
+def listed(value: Any, column: str) -> Any:
+    """The list of messages that a cell of a table holds as JSON text; anything else as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise BadRecord(
+            f"{column!r} is text that begins as a list, and is no JSON ({error})",
+            "write it with json.dumps(messages); str(messages) writes quotes that JSON does not know",
+        ) from None
+
+
 def _with_completion(prompt: list[Message], record: dict[str, Any], form: SetFormat) -> list[Message]:
     """TRL's prompt with a completion: of the whole talk the completion alone is learned."""
     column = form.columns["completion"]
-    turns = record.get(column)
+    turns = listed(record.get(column), column)
     if not isinstance(turns, list) or not turns:
         raise BadRecord(f"{column!r} must be a list of messages, this is {kind_of(turns)}", misread=True)
     given = [replace(message, is_learned=message.role != "assistant") for message in prompt]
