@@ -265,3 +265,51 @@ def test_adapters_of_mixtures_whose_experts_get_none_are_those_of_the_rest(model
     model = apply_lora(build_on_meta(facts), LoraConfig(rank=5))
     truth = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert lora_parameters(shape_from_config(facts), LoraConfig(rank=5)) == truth
+
+
+LESS = {**UNGROUPED, "ffn_dim": 130, "word_embed_proj_dim": 96}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("opt", {**LESS, "do_layer_norm_before": False}),
+        ("opt", {**LESS, "_remove_final_layer_norm": True}),
+        ("opt", {**LESS, "layer_norm_elementwise_affine": False}),
+        ("gpt2", {**UNGROUPED, "add_cross_attention": True}),
+    ],
+)
+def test_a_variant_that_is_not_counted_to_the_last_weight_is_not_called_exact(model_type, changes):
+    facts = {"model_type": model_type, **SMALL, **changes}
+    shape = shape_from_config(facts)
+    assert shape.num_parameters != sum(parameter.numel() for parameter in build_on_meta(facts).parameters())
+    assert not shape.exact
+
+
+FEW = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [("gate_proj", "up_proj", "down_proj"), ("q_proj", "down_proj"), ("experts.down_proj", "o_proj"), ("q_proj",)],
+)
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 40, "mlp_only_layers": [0]}),
+        ("qwen2_moe", {"num_experts": 4, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 80}),
+        ("glm4_moe", {**FEW, "first_k_dense_replace": 1}),
+        ("dots1", {**FEW, "first_k_dense_replace": 1}),
+    ],
+)
+def test_adapters_of_mixtures_by_name_are_those_of_experts(model_type, changes, targets):
+    """PEFT takes a feed-forward block's names for those of experts, and leaves dense blocks beside them alone."""
+    from duoka.model.lora import apply_lora
+
+    if model_type == "qwen2_moe" and "experts.down_proj" in targets:
+        pytest.skip("its experts are adapted with all alone")
+    facts = {"model_type": model_type, **SMALL, **changes}
+    lora = LoraConfig(rank=5, targets=targets)
+    model = apply_lora(build_on_meta(facts), lora)
+    truth = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert lora_parameters(shape_from_config(facts), lora) == truth

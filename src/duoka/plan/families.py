@@ -258,3 +258,11 @@ def guess_family(facts: Mapping[str, Any]) -> Family:
         dense="first" if facts.get("first_k_dense_replace") else "step" if step else "none",
     )
     return replace(guess, experts=keys, defaults={"num_experts_per_tok": facts.get(first(_ACTIVE, ""), 2)})
+
+
+def is_usual(facts: Mapping[str, Any], hidden: int) -> bool:
+    """Whether a config has nothing that the counts leave out: projections around OPT's smallest layers and its norms
+    that are none, Phi's norms of queries and keys, GPT-2's second attention."""
+    more = any(facts.get(key) for key in ("qk_layernorm", "add_cross_attention", "_remove_final_layer_norm"))
+    less = any(facts.get(key) is False for key in ("do_layer_norm_before", "layer_norm_elementwise_affine"))
+    return not more and not less and facts.get("word_embed_proj_dim") in (None, hidden)

@@ -15,7 +15,7 @@ from typing import Any
 from duoka.config.derive import derive
 from duoka.config.schema import DataConfig, DataSource, LoraConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError
-from duoka.plan.families import EXPERT_COUNTS, FAMILIES, OTHER_NAMES, ExpertKeys, Family, guess_family
+from duoka.plan.families import EXPERT_COUNTS, FAMILIES, OTHER_NAMES, ExpertKeys, Family, guess_family, is_usual
 from duoka.plan.sizes import Experts, Linear, ModelShape
 
 __all__ = [
@@ -89,10 +89,7 @@ def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> M
         qk_norm=_qk_norm(family, read) != "none",
         gated=family.mlp != "plain",
         bent_logits=any(facts.get(key) not in (None, 1, 1.0) for key in scaled),
-        # What the counts leave out: projections around OPT's smallest layers, Phi's norms of queries and keys.
-        exact=known is not None
-        and facts.get("word_embed_proj_dim") in (None, sizes.hidden)
-        and not facts.get("qk_layernorm"),
+        exact=known is not None and is_usual(facts, sizes.hidden),
         num_positions=_learned_positions(family, read),
         num_head_bias=read.whole("vocab_size") if read.bias(family.head_bias) else 0,
         window=window,
@@ -324,13 +321,15 @@ def lora_parameters(shape: ModelShape, lora: LoraConfig) -> int:
     def per_layer(linears: tuple[Linear, ...]) -> int:
         return sum(lora.rank * (linear.num_in + linear.num_out) for linear in linears)
 
-    if lora.targets == "all" and (mixed := shape.num_adapters(lora.rank)) is not None:
-        return mixed
-    num_dense = shape.num_dense_layers if shape.dense_linears else 0
-    total = (shape.num_layers - num_dense) * per_layer(adapted_linears(shape, lora))
-    total += num_dense * per_layer(_named(shape.dense_linears, lora))
+    linears = adapted_linears(shape, lora)
     on_head = lora.targets != "all" and "lm_head" in lora.targets
-    return total + (lora.rank * (shape.hidden_size + shape.vocab_size) if on_head else 0)
+    head = lora.rank * (shape.hidden_size + shape.vocab_size) if on_head else 0
+    if (experts := shape.num_expert_adapters(lora.targets)) is not None:
+        attention = tuple(one for one in linears if not one.name.startswith("mlp."))
+        return shape.num_layers * per_layer(attention) + lora.rank * experts + head
+    num_dense = shape.num_dense_layers if shape.dense_linears else 0
+    total = (shape.num_layers - num_dense) * per_layer(linears)
+    return total + num_dense * per_layer(_named(shape.dense_linears, lora)) + head
 
 
 def _is_named(path: str, target: str) -> bool:

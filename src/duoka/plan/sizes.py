@@ -5,6 +5,7 @@ Made by `shape.py` from a config.json, a depth or a number of parameters; never 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -137,18 +138,23 @@ class ModelShape:
         idle = self.experts.num_layers * self.experts.num_idle if self.experts else 0
         return self.num_parameters - idle
 
-    def num_adapters(self, rank: int) -> int | None:
-        """Parameters of what PEFT takes "all" of a mixture for: attention, routers, pairs for each expert's product (of
-        gate and up together with twice the rank), nothing dense beside these. None: it takes linear layers alone.
+    def num_expert_adapters(self, targets: str | Collection[str]) -> int | None:
+        """Of all layers, at rank 1, what PEFT puts on experts: pairs for each one's product (of gate and up together
+        with twice the rank), with "all" on routers too, and nothing dense beside these. None: on linear layers alone.
         """
         if self.experts is None or any("shared_expert." in linear.name for linear in self.linears):
             return None
         hidden, size = self.hidden_size, self.experts.num_parameters_each // (3 * self.hidden_size)
-        attention = sum(one.num_in + one.num_out for one in self.linears if not one.name.startswith("mlp."))
-        each = 2 * (hidden + 2 * size) + hidden + size
+        into, out = 2 * (hidden + 2 * size), hidden + size
         router = hidden + self.experts.num_experts
-        mixture = {"all": self.experts.num_experts * each + router, "router": router, "none": 0}[self.experts.adapted]
-        return rank * (self.num_layers * attention + self.experts.num_layers * mixture)
+        if targets == "all":
+            whole = self.experts.num_experts * (into + out) + router
+            return self.experts.num_layers * {"all": whole, "router": router, "none": 0}[self.experts.adapted]
+        names = {name.rsplit(".", 1)[-1] for name in targets}
+        if self.experts.adapted != "all" or not names & {"gate_proj", "up_proj", "down_proj"}:
+            return None
+        each = into * ({"gate_proj", "up_proj"} <= names) + out * ("down_proj" in names)
+        return self.experts.num_layers * self.experts.num_experts * each
 
     def mean_span(self, length: int) -> float:
         """Tokens that one token looks at, itself included, on average over positions and layers."""
