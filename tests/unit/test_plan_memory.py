@@ -1,6 +1,5 @@
 """The closed-form peak against what a real training step of our own model really allocates."""
 
-import contextlib
 import weakref
 
 import pytest
@@ -64,6 +63,7 @@ def measured_peak(lora, precision, recompute, sizes=(TOKENS,), *, narrow=False, 
     from duoka.model.freeze import apply_train_only
     from duoka.model.fused import apply_fused
     from duoka.model.lora import apply_lora
+    from duoka.parallel.precision import compute_in
     from duoka.parallel.recompute import apply_recompute
 
     lm = LlamaForCausalLM(LlamaConfig(**FACTS, attn_implementation=register_attention()))
@@ -83,13 +83,12 @@ def measured_peak(lora, precision, recompute, sizes=(TOKENS,), *, narrow=False, 
     optimizer = build_optimizer(trained, OptimConfig()) if narrow else torch.optim.AdamW(trained.values())
     for _ in range(2):  # the optimizer's state exists from the second step on
         states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-        half = torch.autocast("cpu", torch.bfloat16) if precision in ("bf16", "fp8") else contextlib.nullcontext()
         with LiveBytes([*lm.parameters(), *lm.buffers(), *states]) as live:
             for size in sizes:
                 tokens = torch.randint(0, FACTS["vocab_size"], (1, size))
                 places = torch.arange(size)[None] % DOCUMENT
                 edges = torch.arange(0, size + 1, DOCUMENT, dtype=torch.int32)
-                with half:
+                with compute_in(precision, torch.device("cpu")):
                     loss, _ = model(tokens, tokens, places, edges, torch.arange(size)[None])
                 loss.backward()
                 del loss, tokens
