@@ -23,11 +23,16 @@ def read_labeled(file, folder, most):
     heads = [tokens(f"<|im_start|>user\n{one['prompt']}<|im_end|>\n<|im_start|>assistant\n") for one in records]
     answers = [tokens(one["completion"] + "<|im_end|>") for one in records]
     answers = [ids[: most - len(head)] for ids, head in zip(answers, heads, strict=True)]  # an answer as it is learned
-    found = []
+    found, count = [], len(records)
+    asked = [one["prompt"] for one in records] * 3
     for place, record in enumerate(records):
-        other = (place + 1) % len(records)
-        while records[other]["prompt"] == record["prompt"]:
-            other = (other + 1) % len(records)
+        first = other = place + count
+        while asked[first - 1] == asked[place]:  # how many answers to this prompt stand before it
+            first -= 1
+        while asked[other] == asked[place]:
+            other += 1
+        size = next(n for n in range(1, count) if asked[(other + n) % count] != asked[other])
+        other = (other + (place + count - first) % size) % count
         own, mixed = (torch.tensor((heads[place] + answers[which])[:most]) for which in (place, other))
         found.append((own, mixed, len(heads[place]), record["label"]))
     return found

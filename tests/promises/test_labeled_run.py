@@ -150,14 +150,18 @@ def test_who_stands_in_for_whom_is_fixed_by_the_data(case):
     loaded = load_config(case / "run.yaml", ["data.eval=0"])
     rows = prepare_data(loaded.config, case, case / "model").train
     assert len(rows) == len(lines) and rows.is_good.tolist() == [one["label"] for one in lines]
+    asked = [one["prompt"] for one in lines]
     for place, partner in enumerate(rows.partners.tolist()):
-        between = [lines[(place + step) % 24]["prompt"] for step in range(1, (partner - place) % 24)]
-        assert lines[partner]["prompt"] != lines[place]["prompt"] and set(between) <= {lines[place]["prompt"]}
+        between = [asked[(place + step) % 24] for step in range(1, (partner - place) % 24)]
+        assert asked[partner] != asked[place] and set(between) <= {asked[place], asked[partner]}
+    assert rows.partners.tolist()[-1:] + rows.partners.tolist()[:4] == [1, 2, 3, 3, 4], "0 and 23 have one prompt"
     pairs = load_config(case / "run.yaml", [f"data.train=[{case / 'pairs.jsonl'}]", "data.eval=0"])
     prepared = prepare_data(pairs.config, case, case / "model")
     assert len(prepared.train) == 14 and prepared.report.num_good == 7
     assert any("split in two" in note for note in prepared.report.notes)
-    assert prepared.train.partners.tolist()[:4] == [2, 2, 4, 4] and prepared.train.partners.tolist()[-2:] == [0, 0]
+    partners = prepared.train.partners
+    assert partners.tolist()[:4] == [2, 3, 4, 5] and partners.tolist()[-2:] == [0, 1]
+    assert prepared.train.is_good[partners].mean() == 0.5, "z0 of good answers alone would move with the goal"
 
 
 def test_answers_to_one_prompt_alone_are_refused(case):

@@ -1,8 +1,9 @@
 """Answers labeled good or bad (KTO): one sequence a sample, and beside it the prompt with an answer to another prompt.
 
-Which other answer is fixed by the data: that of the next sample, in the order of the data set and round its end, that
-has another prompt. So neither the split over ranks nor the order of an epoch changes a pair, and what the reference
-says of it is computed once.
+Which other answer is fixed by the data: the answers to a prompt stand in, in turn, for those to the prompt before it,
+in the order of the data set and round its end. So neither the split over ranks nor the order of an epoch changes a
+pair, and what the reference says of it is computed once. In turn, not the first one for all: of pairs the first is
+always the good one, and z0 would be that of good answers alone.
 """
 
 from __future__ import annotations
@@ -83,8 +84,12 @@ class LabeledRows(AnswerRows):
                 "all labeled answers are to one prompt, and KTO compares each with an answer to another prompt",
                 fix="add answers to a second prompt, or take preference pairs:   stage: dpo",
             )
-        following = np.searchsorted(begins, np.arange(len(self)), side="right")
-        partners: np.ndarray = begins[following % len(begins)]
+        places = np.arange(len(self))
+        run = np.searchsorted(begins, places, side="right") - 1  # of answers to one prompt; -1: the last one, round
+        following = (run + 1) % len(begins)
+        sizes = np.roll(begins, -1) - begins
+        sizes[-1] += len(self)
+        partners: np.ndarray = (begins[following] + (places - begins[run]) % len(self) % sizes[following]) % len(self)
         return partners
 
 
