@@ -22,6 +22,7 @@ from duoka.comm.world import World
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
 from duoka.model.build import named_part
+from duoka.optim.muon import MuonAdamW
 from duoka.parallel.apply import parallelize
 from duoka.parallel.engine import Engine
 from duoka.parallel.mesh import Mesh
@@ -277,6 +278,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 raise ConfigError(
                     "the optimizer has stepped already, with weights that are whole; they are sharded now",
                     fix="prepare model and optimizer before the first step",
+                )
+            if moved and isinstance(self.inner, MuonAdamW):
+                raise ConfigError(
+                    "duoka's Muon steps on whole matrices, and the model is sharded",
+                    fix="write   strategy='ddp'   or take another optimizer",
                 )
             group["params"] = [replaced.get(id(p), p) for p in group["params"]]
 

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 
 def load_model(model: Part, accelerator: Accelerator | None = None) -> torch.nn.Module:
-    """The transformers model, with adapters when the config has `lora`; prepared when an accelerator is given.
+    """The transformers model, with adapters when the config has `lora`, with all but some layers frozen when it has
+    `train_only`; prepared when an accelerator is given.
 
     Loaded by each rank as a whole: for models that only fit when they are shared, use `duoka train`.
     """
     from duoka.hub.models import model_folder
     from duoka.model.adapters import Earlier
     from duoka.model.build import load_model as load
+    from duoka.model.quantize import Quantization
     from duoka.model.request import ModelRequest
 
     config = model.run
@@ -30,9 +32,11 @@ def load_model(model: Part, accelerator: Accelerator | None = None) -> torch.nn.
         model_folder(config.model, model.loaded.base),
         dtype=torch.float32,
         lora=config.lora,
+        train_only=config.train_only,
         seed=config.train.seed,
         attention="sdpa",
         trust_remote_code=config.model.trust_remote_code,
+        packing=Quantization.of(config.model),
         earlier=Earlier.of(config.lora, model.loaded.base),
     )
     lm = load(request)

@@ -6,18 +6,33 @@ import math
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from duoka.compat.config import STEP_SAMPLES, Part
 from duoka.config.schema import OptimConfig
 from duoka.errors import ConfigError
+from duoka.model.build import find_core
+from duoka.model.layers import find_layers, is_transformer
 from duoka.units import Amount, parse_amount
 
 
 def load_optimizer(model: torch.nn.Module, trainer: Part) -> torch.optim.Optimizer:
+    """As `duoka train` has it: rates by the part that a parameter plays, of adapters' B matrices, Muon for matrices."""
     from duoka.optim.build import build_optimizer
+    from duoka.optim.roles import assign_roles
 
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return build_optimizer(named, trainer.run.optim)
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    optim, lora = trainer.run.optim, trainer.run.lora
+    named = {name: p for name, p in bare.named_parameters() if p.requires_grad}
+    if optim.name == "muon" and any(isinstance(p, DTensor) for p in named.values()):
+        raise ConfigError(
+            "optim.name is muon, which steps on whole matrices, and this loop's model is sharded",
+            fix="write   strategy: ddp   or   name: adamw   or train it by   duoka train",
+        )
+    core = find_core(bare)
+    roles = assign_roles(bare, core, find_layers(core)) if is_transformer(core) else {}
+    return build_optimizer(named, optim, roles=roles, b_lr_ratio=lora.b_lr_ratio if lora else 1.0)
 
 
 class ScheduleLR(torch.optim.lr_scheduler.LRScheduler):
@@ -49,7 +64,7 @@ class ScheduleLR(torch.optim.lr_scheduler.LRScheduler):
         # After the last step there is no next one: its rate stays.
         total = max(1, self.total_steps)
         rate = learning_rate(self.optim, min(self.last_epoch + 1, total), total, self.tokens_per_step)
-        return [rate * self.factor for _ in self.base_lrs]
+        return [rate * self.factor * group.get("scale", 1.0) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         steps, done = self._begun
