@@ -56,6 +56,12 @@ def place(tmp_path_factory):
     return folder
 
 
+def judge_tokens(place):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(place / "model")
+
+
 @pytest.mark.parametrize("name", ["whole", "adapter"])
 def test_an_answer_s_reward_is_what_transformers_reads_from_the_judge(place, name):
     from peft import AutoPeftModelForSequenceClassification
@@ -65,14 +71,49 @@ def test_an_answer_s_reward_is_what_transformers_reads_from_the_judge(place, nam
     judge = kind.from_pretrained(place / f"judge {name}" / "final", num_labels=1, dtype=torch.float32).eval()
     found = answers(place / name)
     assert len(found) == 6
+    line_break = judge_tokens(place)("\n", add_special_tokens=False)["input_ids"]
     for one in found:
-        ids = [*one["prompt_ids"], *one["ids"]]
+        ids = [*one["prompt_ids"], *one["ids"], *(line_break if one["ended"] else [])]
         with torch.no_grad():
             hidden = judge(input_ids=torch.tensor([ids])).logits
         length, score = one["rewards"]
         assert length == len(one["text"]) and abs(score - float(hidden[0, 0])) < 1e-5
         assert one["reward"] == pytest.approx(0.5 * length + 2 * score, abs=1e-6)
     assert len({round(one["rewards"][1], 6) for one in found}) > 3
+
+
+def test_an_answer_that_ended_is_scored_where_the_reward_model_learned_to(place):
+    """Data have a line break behind ChatML's last token, and nobody draws it."""
+    from transformers import AutoModelForSequenceClassification
+
+    from duoka.config.schema import ModelConfig
+    from duoka.data.prepare import read_tokenizer
+    from duoka.data.read.example import Example, Message
+    from duoka.data.tokens.template import encode
+    from duoka.model.answer import behind_answers
+    from duoka.tasks.rewards import Rewarded
+    from duoka.train.rl.judges import Judges
+    from duoka.train.rl.rollouts import Rollout
+
+    tokenizer = read_tokenizer(ModelConfig(name=str(place / "model")), place, place / "model")
+    name = f"model:{place / 'judge whole'}"
+    judges = Judges(
+        [name], place, place / "model", dtype=torch.float32, device=torch.device("cpu"), pad_id=tokenizer.pad_id,
+        behind=behind_answers(tokenizer),
+    )  # fmt: skip
+    lm = AutoModelForSequenceClassification.from_pretrained(place / "judge whole" / "final", dtype=torch.float32).eval()
+    for words in ("dog ring", "sum 多卡", "batch"):
+        sample = encode(Example((Message("user", "cat"), Message("assistant", words))), tokenizer, targets="last")
+        own = sample.is_target.nonzero()[0]
+        parts = sample.input_ids.tolist()[: own[0]], sample.input_ids.tolist()[own[0] : own[-1] + 1]
+        assert len(sample.input_ids) == own[-1] + 2, "a line break behind it"
+        ended = Rollout(0, 0, "q", tuple(parts[0]), tuple(parts[1]), True, words, (0.0,) * len(own))
+        cut = Rollout(0, 1, "q", tuple(parts[0]), tuple(parts[1][:-1]), False, words, (0.0,) * (len(own) - 1))
+        given = judges.judge([ended, cut], [Rewarded(()), Rewarded(())], lambda: None)
+        with torch.no_grad():
+            wanted = lm(input_ids=torch.from_numpy(sample.input_ids.astype("int64"))[None]).logits.item()
+            unended = lm(input_ids=torch.tensor([[*parts[0], *parts[1][:-1]]])).logits.item()
+        assert [one.values[0] for one in given] == pytest.approx([wanted, unended], abs=1e-6)
 
 
 def test_its_scores_are_the_same_bits_on_two_ranks(place):

@@ -125,10 +125,22 @@ def stop_tokens(lm: torch.nn.Module, tokenizer: ChatTokenizer) -> frozenset[int]
 
 def end_of_turn(tokenizer: ChatTokenizer) -> int | None:
     """The token that the chat template ends an answer with, when it is one that text never contains."""
+    return _find_end(tokenizer)[0]
+
+
+def behind_answers(tokenizer: ChatTokenizer) -> dict[int, tuple[int, ...]]:
+    """What the chat template writes behind the token that ends an answer: nobody generates it, and data have it."""
+    end, behind = _find_end(tokenizer)
+    return {} if end is None or not behind else {end: behind}
+
+
+def _find_end(tokenizer: ChatTokenizer) -> tuple[int | None, tuple[int, ...]]:
     turns = (Message("user", "Hi"), Message("assistant", "Hello"))
     try:
         sample = encode(Example(turns), tokenizer)
     except BadRecord:  # a template that such a conversation cannot be trained with
-        return None
-    last = int(sample.input_ids[sample.is_target][-1])
-    return last if tokenizer.decode([last]) in tokenizer.special_texts else None
+        return None, ()
+    at = int(sample.is_target.nonzero()[0][-1])
+    last = int(sample.input_ids[at])
+    is_special = tokenizer.decode([last]) in tokenizer.special_texts
+    return (last, tuple(map(int, sample.input_ids[at + 1 :]))) if is_special else (None, ())

@@ -62,6 +62,8 @@ class Site:
         digest = hashlib.blake2b(json.dumps([self.config.rl.rewards, self.config.rl.reward_weights]).encode())
         for file in reward_files(self.config, self.base).values():
             digest.update(file.read_bytes() if file is not None else b"")
+        if self.judges.folders and self.judges.behind:
+            digest.update(json.dumps(sorted(self.judges.behind.items())).encode())
         for folder in self.judges.folders:
             adapter = folder / WEIGHTS
             digest.update(adapter.read_bytes() if adapter.is_file() else model_fingerprint(folder).encode())

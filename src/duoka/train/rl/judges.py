@@ -1,14 +1,15 @@
 """Reward models that judge answers: `model:FOLDER` among rl.rewards, a run of stage reward or a model as these are.
 
 Each answer is computed alone, by transformers' own forward pass, as `duoka score` does it: its reward depends on
-nothing else. It gets the tokens that were drawn, so it must read them as the trained model does.
+nothing else. It gets the tokens that were drawn, so it must read them as the trained model does; and behind an answer
+that ended what the chat template writes there, for a score is read at the last token, and was learned there.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ class Judges:
     """The reward models of a run, each held by every rank, frozen."""
 
     def __init__(
-        self, names: Sequence[str], base: Path, trained: Path, *, dtype: torch.dtype, device: torch.device, pad_id: int
-    ) -> None:
-        self._names = tuple(names)
+        self, names: Sequence[str], base: Path, trained: Path, *, dtype: torch.dtype, device: torch.device,
+        pad_id: int, behind: Mapping[int, tuple[int, ...]],
+    ) -> None:  # fmt: skip
+        """`behind`: by the token that ended it, what stands behind an answer in data."""
+        self._names, self.behind = tuple(names), dict(behind)
         self._models: dict[str, Any] = {}
         self.folders: list[Path] = []
         for name in names:
@@ -63,7 +66,8 @@ class Judges:
             if name not in self._models:
                 values.append(next(given))
                 continue
-            ids = torch.tensor([[*one.prompt_ids, *one.ids]], device=self._device)
+            behind = self.behind.get(one.ids[-1], ()) if one.ended else ()
+            ids = torch.tensor([[*one.prompt_ids, *one.ids, *behind]], device=self._device)
             value = float(self._models[name](input_ids=ids, use_cache=False).logits[0, 0])
             values.append(value if math.isfinite(value) else None)
             faults += [] if math.isfinite(value) else [f"{name}: its score is no number"]

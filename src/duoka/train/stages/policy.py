@@ -18,6 +18,7 @@ from duoka.data.build_feed import Feed
 from duoka.data.feed.loader import Batch, GlobalBatch, Loader
 from duoka.data.feed.prompts import PromptRows
 from duoka.errors import ConfigError
+from duoka.model.answer import behind_answers
 from duoka.model.build import LossModel, find_core
 from duoka.model.dropout import stop_dropout
 from duoka.model.dtypes import BY_PRECISION
@@ -103,7 +104,10 @@ class Policy(Stage):
             functions, around.base, deadline_s=parse_seconds(rl.reward_deadline), num_workers=rl.reward_workers
         )
         dtype, device = BY_PRECISION[layout.precision], engine.world.device
-        judges = Judges(rl.rewards, around.base, around.folder, dtype=dtype, device=device, pad_id=around.pad_id)
+        judges = Judges(
+            rl.rewards, around.base, around.folder, dtype=dtype, device=device, pad_id=around.pad_id,
+            behind=behind_answers(around.tokenizer()) if rl.judges else {},
+        )  # fmt: skip
         core: Any = find_core(engine.bare)
         site = Site(
             config, around.base, around.run.path / FOLDER, around.model, engine, layout, feed.store,
