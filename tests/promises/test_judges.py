@@ -116,6 +116,25 @@ def test_an_answer_that_ended_is_scored_where_the_reward_model_learned_to(place)
         assert [one.values[0] for one in given] == pytest.approx([wanted, unended], abs=1e-6)
 
 
+def test_a_judge_of_its_own_padding_is_read_as_transformers_reads_it(place):
+    """Its last words may be what the trained model pads with."""
+    from transformers import AutoModelForSequenceClassification
+
+    from duoka.tasks.rewards import Rewarded
+    from duoka.train.rl.judges import Judges
+    from duoka.train.rl.rollouts import Rollout
+
+    answer = Rollout(0, 0, "q", (5, 6, 7), (8, 9), True, "", (0.0, 0.0))
+    judges = Judges(
+        [f"model:{place / 'judge whole'}"], place, place / "model", dtype=torch.float32, device=torch.device("cpu"),
+        pad_id=9, behind={},
+    )  # fmt: skip
+    (found,) = judges.judge([answer], [Rewarded(())], lambda: None)
+    lm = AutoModelForSequenceClassification.from_pretrained(place / "judge whole" / "final", dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert found.values[0] == pytest.approx(lm(input_ids=torch.tensor([[5, 6, 7, 8, 9]])).logits.item(), abs=1e-6)
+
+
 def test_its_scores_are_the_same_bits_on_two_ranks(place):
     ours, theirs = (
         [(one["ids"], one["rewards"]) for one in answers(place / name)] for name in ("wide", "whole")

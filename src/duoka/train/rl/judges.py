@@ -46,7 +46,11 @@ class Judges:
                 _check_tokens(name, folder, trained)
                 lm: Any = _load(name, folder, base, dtype).to(device).eval().requires_grad_(False)
                 core = lm.get_base_model() if hasattr(lm, "get_base_model") else lm
-                core.config.get_text_config().pad_token_id = pad_id  # transformers reads scores before it
+                # transformers reads scores before it. A whole model says what it was trained with; below an adapter
+                # lies a base that knows nothing of scores.
+                facts = core.config.get_text_config()
+                if core is not lm or facts.pad_token_id is None:
+                    facts.pad_token_id = pad_id
                 self._models[name] = lm
                 self.folders.append(folder)
         self._device = device
