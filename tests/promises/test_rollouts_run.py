@@ -88,6 +88,7 @@ def case(tmp_path_factory):
             job("some fail", f"rl.rewards=[{mine}sometimes]", "train.max_steps=2"),
             job("up", *LEARNING),
             job("down", *LEARNING, f"rl.rewards=[{mine}less]"),
+            job("none left", *LEARNING, "rl.algorithm=dapo", f"rl.rewards=[{mine}same]", "train.max_steps=1", *FEW),
             job("flat", *LEARNING, f"rl.rewards=[{mine}same]", "train.max_steps=24", "optim.weight_decay=0", *FEW),
         ],
         1,
@@ -166,6 +167,13 @@ def test_the_reward_rises_and_its_controls_do_not(case):
     assert all(step["grad_norm"] == 0 and step["groups_equal"] == 1 for step in flat)
     said = [event["text"] for event in events_of(case / "flat", "warning")]
     assert any("nothing is learned" in text and "100%" in text for text in said)
+
+
+def test_of_a_step_without_answers_to_learn_from_nothing_is_said_of_the_policy(case):
+    (step,) = read_run(case / "none left")
+    assert step["num_samples"] == 0 and step["groups_equal"] == 1 and step["reward"] == 1
+    assert not {"entropy", "logp_gap", "ratio", "clip_low", "clip_high"} & step.keys(), "0 would be a collapsed policy"
+    assert {"entropy", "logp_gap"} <= read_run(case / "flat")[0].keys()
 
 
 # --- crashes ---

@@ -60,7 +60,8 @@ class Policy(Stage):
         names += ["ratio", "clip_low", "clip_high"] if self.row.ratio != "none" else []
         names += ["importance"] if self.rl.cap is not None else []
         names += ["kl"] if self.rl.kl else []
-        self.metrics = dict.fromkeys(names, "tokens") | ({"value_loss": "values"} if self.row.has_values else {})
+        names += ["value_loss"] if self.row.has_values else []
+        self.metrics = dict.fromkeys(names, "learned")
         self._first_logps: dict[int, torch.Tensor] = {}  # by place among the rollouts, from their first update
         self._start: StartWeights | None = None
         self._feed: RolloutFeed | None = None
@@ -152,6 +153,8 @@ class Policy(Stage):
     def denominators(self, batch: GlobalBatch) -> Mapping[str, float]:
         answers, tokens = max(1.0, float(batch.num_samples)), max(1.0, float(batch.global_targets))
         counts = {"tokens": tokens, "answers": answers, "length": answers * self.rl.max_new_tokens}
+        # 0 where no answer was left: then nothing is known of the policy, and metrics of it are left out.
+        counts["learned"] = float(batch.global_targets)
         return counts | ({"values": tokens} if self.row.has_values else {})
 
     @property
@@ -240,7 +243,7 @@ class Policy(Stage):
 
     def check_first(self, metrics: Mapping[str, float], precision: str) -> None:
         """At its first step the model is the policy that drew: else its ratios, and what is learned, mean nothing."""
-        if self.rl.replay is not None or metrics["logp_gap"] <= _SAME[precision]:
+        if self.rl.replay is not None or metrics.get("logp_gap", 0.0) <= _SAME[precision]:
             return
         if self.rl.engine is not None:
             if metrics["logp_gap"] <= _NEAR:
