@@ -97,7 +97,7 @@ def load_dataset(
     def share_of(store: object) -> SharedConversations:
         if not isinstance(store, TokenStore):
             raise ConfigError(
-                "load_dataset gives conversations, and this config names plain text",
+                f"load_dataset gives conversations, and stage {config.stage.name} learns {config.stage.kind.learns}",
                 fix="train it with duoka's own loop:   duoka train FILE",
             )
         return SharedConversations(Conversations(store), rank, size, batch_size, collate)
