@@ -1,6 +1,7 @@
 """Stage reward: the float64 oracle's numbers at any split; a saved model whose scores others read; `duoka score`."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -219,6 +220,27 @@ def test_transformers_reads_the_scores_that_duoka_writes_on_any_number_of_proces
         scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
     assert max(abs(line["score"]) for line in lines) > 0.01
     assert max(abs(line["score"] - float(value)) for line, value in zip(lines, scores, strict=True)) < 1e-5
+
+
+def test_a_model_s_own_padding_token_says_where_its_score_is_read(case, runs):
+    """A folder of another tool may pad with another token than its tokenizer."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder, _, _, data = case
+    other = folder / "other padding"
+    shutil.copytree(runs["auto"].final, other)
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    (line_break,) = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    facts = json.loads((other / "config.json").read_text(encoding="utf-8")) | {"pad_token_id": line_break}
+    (other / "config.json").write_text(json.dumps(facts), encoding="utf-8")
+    run_world(1, score_in_world, str(other), str(data), str(folder / "other.jsonl"))
+    first, _ = (folder / "other.jsonl").read_text(encoding="utf-8").split("\n", 1)
+    record = json.loads(Path(data).read_text(encoding="utf-8").splitlines()[0])
+    text = f"<|im_start|>user\n{record['prompt']}<|im_end|>\n<|im_start|>assistant\n{record['chosen']}<|im_end|>\n"
+    with torch.no_grad():
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        wanted = AutoModelForSequenceClassification.from_pretrained(other)(input_ids=ids).logits.item()
+    assert abs(json.loads(first)["score"] - wanted) < 1e-5
 
 
 def test_a_score_is_read_where_transformers_reads_it_though_the_end_is_the_padding():

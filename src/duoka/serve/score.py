@@ -104,7 +104,10 @@ def _score_own(
 
     lm: Any = load_trained(trained, dtype=choose_dtype(precision), scores=True).to(world.device)
     core = lm.get_base_model() if hasattr(lm, "get_base_model") else lm
-    core.config.get_text_config().pad_token_id = prepared.pad_id
+    facts = core.config.get_text_config()
+    # A whole model says itself what it reads a score before.
+    if trained.adapter or trained.checkpoint or facts.pad_token_id is None:
+        facts.pad_token_id = prepared.pad_id
     for sample in range(world.rank, prepared.num_shown, world.size):
         for side, segment in enumerate(prepared.shown(sample)):
             ids = torch.from_numpy(segment.input_ids.astype("int64"))[None].to(world.device)
