@@ -69,16 +69,23 @@ class StandIn:
         self.adapters[body["lora_name"]] = PeftModel.from_pretrained(base, body["lora_path"]).eval()
 
     def _draw(
-        self, lm: Any, ids: list[int], room: int, temperature: float, seed: int, stops: list[int]
+        self, lm: Any, ids: list[int], room: int, how: dict[str, Any], seed: int, stops: list[int]
     ) -> tuple[list[int], list[float]]:
+        """Where a request is silent, a model's own generation_config.json speaks, as it does with vLLM."""
         import torch
+
+        assert (how.get("top_p"), how.get("min_p"), how.get("repetition_penalty")) in [(1, 0, 1), (None, None, None)]
+        temperature, most = how["temperature"], how.get("top_k", 2)
 
         dice = torch.Generator().manual_seed(seed)
         own: list[int] = []
         logps: list[float] = []
         with torch.no_grad():
             while len(own) < room and (not own or own[-1] not in stops):
-                row = (lm(torch.tensor([ids + own])).logits[0, -1].double() / temperature).log_softmax(-1)
+                logits = lm(torch.tensor([ids + own])).logits[0, -1].double() / temperature
+                if most > 0:
+                    logits[logits < logits.topk(most).values[-1]] = -torch.inf
+                row = logits.log_softmax(-1)
                 own.append(int(torch.multinomial(row.exp(), 1, generator=dice)))
                 logps.append(float(row[own[-1]]))
         return own, logps
@@ -88,7 +95,7 @@ class StandIn:
         lm = self.adapters.get(body["model"], self.lm)
         assert body["model"] == "base" or body["model"] in self.adapters
         stops = body["stop_token_ids"]
-        ids, logps = self._draw(lm, body["prompt"], body["max_tokens"], body["temperature"], body["seed"], stops)
+        ids, logps = self._draw(lm, body["prompt"], body["max_tokens"], body, body["seed"], stops)
         one: dict[str, Any] = {
             "token_ids": ids, "logprobs": {"token_logprobs": logps}, "text": "",
             "finish_reason": "stop" if ids[-1] in stops else "length",
@@ -107,8 +114,7 @@ class StandIn:
         how = body["sampling_params"]
         lm = self.adapters[body["lora_path"]] if "lora_path" in body else self.lm
         ids, logps = self._draw(
-            lm, body["input_ids"], how["max_new_tokens"], how["temperature"], how["sampling_seed"],
-            how["stop_token_ids"],
+            lm, body["input_ids"], how["max_new_tokens"], how, how["sampling_seed"], how["stop_token_ids"],
         )  # fmt: skip
         told = {
             "output_token_logprobs": [[logp, token, None] for logp, token in zip(logps, ids, strict=True)],

@@ -28,6 +28,12 @@ from duoka.model.sampling import Sampling
 
 TOKEN = "DUOKA_ENGINE_TOKEN"  # sent as a bearer token where it is set
 _TRIES, _BETWEEN_S = 3, 2.0
+# Said in every request: where it is silent, vLLM draws as the model's generation_config.json has it (Qwen's: from 20
+# tokens, and those said before less likely), and tells log-probabilities among these.
+_FROM_ALL = {
+    "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ class Vllm(Server):
         asked = {
             "model": self.name, "prompt": list(ids), "max_tokens": room, "temperature": sampling.temperature,
             "seed": seed, "logprobs": 1, "return_token_ids": True, "stop_token_ids": self.stop_ids,
-            "skip_special_tokens": False,
+            "skip_special_tokens": False, **_FROM_ALL,
         }  # fmt: skip
         found = self.ask("/v1/completions", asked)
         try:
@@ -159,7 +165,7 @@ class Sglang(Server):
     def answer(self, ids: Sequence[int], room: int, sampling: Sampling, seed: int) -> Drawn:
         how = {
             "temperature": sampling.temperature, "max_new_tokens": room, "stop_token_ids": self.stop_ids,
-            "sampling_seed": seed, "skip_special_tokens": False,
+            "sampling_seed": seed, "skip_special_tokens": False, **_FROM_ALL,
         }  # fmt: skip
         asked = {"input_ids": list(ids), "sampling_params": how, "return_logprob": True}
         found = self.ask("/generate", asked | ({"lora_path": self.name} if self.name else {}))
