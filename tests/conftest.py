@@ -40,11 +40,13 @@ import pytest  # noqa: E402
 
 # Measured on 2 cores, slowest first: begun last, one of them would leave the other worker of `make test` without work.
 SLOWEST_FILES = (
+    "test_deepspeed", "test_activations_elsewhere", "test_machines_come_and_go", "test_experts", "test_narrow_weights",
+    "test_fp8_splits", "test_packed_exchange", "test_dry_run",
     "test_ddp_options", "test_sequence_runs", "test_crash_restarts", "test_gpu_budgets", "test_sharded",
     "test_optimizers", "test_any_split", "test_tensor", "test_worlds_of_others", "test_fork_server",
     "test_guides_keys", "test_from_nothing", "test_two_machines", "test_guides_corpus", "test_pipeline",
     "test_crash_signals", "test_resume_story", "test_dropout_is_counted", "test_stop", "test_pipeline_runs",
-    "test_tensor_runs", "test_crash_storage", "test_crash_numbers", "test_machines_come_and_go", "test_crash_saving",
+    "test_tensor_runs", "test_crash_storage", "test_crash_numbers", "test_crash_saving",
     "test_every_token_once", "test_sequence", "test_resume", "test_spawn", "test_base_is_known", "test_trackers",
     "test_attention", "test_tasks_score", "test_quantize", "test_guides_loops", "test_either_arithmetic",
     "test_preparing_stops", "test_verbs_same_engine", "test_guides_files", "test_pairs", "test_pairs_run",

@@ -7,9 +7,11 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from talking import ASKS_SUM, write_talking_model
+from transformers import LlamaConfig
 
 from duoka.cli import run as duoka
 from duoka.data.tokens.tokenizer import load_tokenizer
@@ -107,6 +109,7 @@ def test_calls_without_end_are_made_eight_times(tiny_model: Path, monkeypatch: p
 
     monkeypatch.setattr("duoka.serve.chat.stream_answer", stream)
     monkeypatch.setattr("duoka.serve.chat.call_tool", counted)
-    chat = Chat(None, load_tokenizer(tiny_model), None, tools={"calculator": TOOLS["calculator"]})  # type: ignore[arg-type]
+    lm = SimpleNamespace(config=LlamaConfig(max_position_embeddings=4096))  # has a window, and answers nothing
+    chat = Chat(lm, load_tokenizer(tiny_model), None, tools={"calculator": TOOLS["calculator"]})  # type: ignore[arg-type]
     assert "after 8 rounds" in "".join(chat.ask("go")) and len(made) == 8
     assert chat.messages[-1]["role"] == "assistant" and "tool_calls" not in chat.messages[-1]
