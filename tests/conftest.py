@@ -40,18 +40,17 @@ import pytest  # noqa: E402
 
 # Measured on 2 cores, slowest first: begun last, one of them would leave the other worker of `make test` without work.
 SLOWEST_FILES = (
-    "test_deepspeed", "test_activations_elsewhere", "test_machines_come_and_go", "test_experts", "test_narrow_weights",
-    "test_fp8_splits", "test_packed_exchange", "test_dry_run",
-    "test_ddp_options", "test_sequence_runs", "test_crash_restarts", "test_gpu_budgets", "test_sharded",
-    "test_optimizers", "test_any_split", "test_tensor", "test_worlds_of_others", "test_fork_server",
-    "test_guides_keys", "test_from_nothing", "test_two_machines", "test_guides_corpus", "test_pipeline",
-    "test_crash_signals", "test_resume_story", "test_dropout_is_counted", "test_stop", "test_pipeline_runs",
-    "test_tensor_runs", "test_crash_storage", "test_crash_numbers", "test_crash_saving",
-    "test_every_token_once", "test_sequence", "test_resume", "test_spawn", "test_base_is_known", "test_trackers",
-    "test_attention", "test_tasks_score", "test_quantize", "test_guides_loops", "test_either_arithmetic",
-    "test_preparing_stops", "test_verbs_same_engine", "test_guides_files", "test_pairs", "test_pairs_run",
-    "test_families", "test_verbs_evaluate", "test_saves_beside_steps", "test_run_of_stages", "test_alerts",
-    "test_launch", "test_verbs_world", "test_bench_runs",
+    "test_activations_elsewhere", "test_deepspeed", "test_dry_run", "test_packed_exchange", "test_narrow_weights",
+    "test_experts", "test_machines_come_and_go", "test_gpu_budgets", "test_struck_axes", "test_tensor",
+    "test_worlds_of_others", "test_sequence_runs", "test_fp8_splits", "test_offload_disk", "test_values",
+    "test_rollouts_outside", "test_rollouts_run", "test_crash_restarts", "test_launch", "test_rollouts",
+    "test_from_nothing", "test_spawn", "test_pipeline", "test_sharded", "test_optimizers", "test_fork_server",
+    "test_plan_memory", "test_guides_keys", "test_sequence", "test_plan_takes_its_best", "test_any_split",
+    "test_pairs", "test_pipeline_runs", "test_guides_corpus", "test_crash_numbers", "test_stop", "test_together",
+    "test_deepspeed_packed", "test_ddp_options", "test_compiled_layers", "test_resume", "test_rollouts_tools",
+    "test_every_token_once", "test_guides_loops", "test_quantize", "test_expert_runs", "test_tensor_runs",
+    "test_accelerator_trackers", "test_dropout_is_counted", "test_crash_signals", "test_fp8_compiled",
+    "test_crash_storage", "test_norms_stay_wide", "test_families", "test_refusals", "test_rewards",
 )  # fmt: skip
 
 

@@ -24,8 +24,8 @@ _Kernel = Callable[..., Any]
 
 @functools.cache
 def widen_products() -> bool:
-    """Whether they are widened from now on: not where the CPU, or a torch without `get_kernel`, does otherwise."""
-    if has_cpu_bf16() or not hasattr(torch.library, "get_kernel"):
+    """Whether they are widened from now on: not where the CPU multiplies them itself."""
+    if has_cpu_bf16():
         return False
     with warnings.catch_warnings():
         # torch warns of any kernel that takes another's place.
