@@ -164,3 +164,19 @@ def test_a_wrong_record_is_named_with_its_rule_and_fix(record: Any, form: str, s
         read_example(record, form_of(form))
     assert said in caught.value.rule, caught.value.rule
     assert fix in caught.value.fix, caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "[note] read on", '[{"name": "sum", "value": 3}]', "[{'name': 'sum'}]", "[]"]
+)
+def test_an_answer_that_begins_as_a_list_is_text(text):
+    """Beside a question in messages too, where an answer may be messages as well."""
+    asked = {"prompt": [{"role": "user", "content": "Which numbers?"}], "chosen": text, "rejected": "none"}
+    read = read_example(asked, detect_format(asked))
+    assert (read.chosen.role, read.chosen.content) == ("assistant", text)
+    turns = [{"role": "assistant", "content": text}]
+    held = read_example(asked | {"chosen": json.dumps(turns)}, detect_format(asked))
+    assert held.chosen == read.chosen
+    with pytest.raises(BadRecord, match="no JSON"):
+        read_example(asked | {"chosen": str(turns)}, detect_format(asked))
+    assert detect_format({"messages": f"{text[:1]}note] of nobody", "text": "a document"}).name == "text"

@@ -9,7 +9,7 @@ from typing import Any
 
 from duoka.data.read.example import BadRecord, SetFormat
 from duoka.data.read.formats import FORMATS
-from duoka.data.read.messages import listed
+from duoka.data.read.messages import begins_as_list, listed
 
 LABELS = ("kto_tag", "label")
 _ANSWERS = ("output", "response", "completion", "answer")
@@ -79,7 +79,7 @@ def _listed(cell: Any, column: str) -> Any:
 def _detect_broken(record: dict[str, Any]) -> SetFormat | None:
     """By a column's name alone where its text begins as a list and is none: reading it says what is wrong with it."""
     for column, name in (("messages", "messages"), ("conversations", "sharegpt")):
-        if isinstance(record.get(column), str) and record[column].lstrip().startswith("["):
+        if begins_as_list(record.get(column)):
             return SetFormat(name, FORMATS.get(name).columns, FORMATS.get(name).tags)
     return None
 

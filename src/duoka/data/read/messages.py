@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from duoka.data.read.example import (
 )
 from duoka.registry import nearest
 
+_LIST = re.compile(r"\s*\[\s*\{")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # what servers and data sets call it
 _LEARNED = ("train", "loss")  # Axolotl's and ms-swift's switch of a turn
 
@@ -47,7 +49,7 @@ def read_messages(record: dict[str, Any], form: SetFormat) -> tuple[list[Message
 
 def listed(value: Any, column: str) -> Any:
     """The list of messages that a cell of a table holds as JSON text; anything else as it is."""
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
+    if not begins_as_list(value):
         return value
     try:
         return json.loads(value)
@@ -56,6 +58,19 @@ def listed(value: Any, column: str) -> Any:
             f"{column!r} is text that begins as a list, and is no JSON ({error})",
             "write it with json.dumps(messages); str(messages) writes quotes that JSON does not know",
         ) from None
+
+
+def begins_as_list(value: Any) -> bool:
+    """Whether a text begins as a list of objects does."""
+    return isinstance(value, str) and _LIST.match(value) is not None
+
+
+def listed_answer(value: Any, column: str, role_tag: str) -> Any:
+    """As `listed`, of what may be an answer's own text, which may be a list of other things, or begin as one."""
+    if not begins_as_list(value) or not any(f"{quote}{role_tag}{quote}" in value for quote in "\"'"):
+        return value
+    turns = listed(value, column)
+    return turns if all(isinstance(turn, dict) and role_tag in turn for turn in turns) else value
 
 
 def _with_completion(prompt: list[Message], record: dict[str, Any], form: SetFormat) -> list[Message]:

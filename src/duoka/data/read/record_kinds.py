@@ -30,7 +30,7 @@ from duoka.data.read.example import (
     read_text,
 )
 from duoka.data.read.formats import FORMATS, check_all_whole, check_order, read_example
-from duoka.data.read.messages import listed, read_messages, read_tools, read_turn, with_system
+from duoka.data.read.messages import listed_answer, read_messages, read_tools, read_turn, with_system
 
 
 def read_record(record: Any, form: SetFormat, *, source: str = "", line: int = 0) -> AnyExample:
@@ -135,10 +135,10 @@ def _read_margin(record: dict[str, Any], name: str | None) -> float:
 
 def _answer_turns(value: Any, name: str, form: SetFormat) -> list[Message]:
     """An answer as text, as one message, or as the whole conversation up to it."""
-    value = value if form.name == "alpaca" else listed(value, name)
+    tags = form.tags or FORMATS.get("messages").tags
+    value = value if form.name == "alpaca" else listed_answer(value, name, tags["role_tag"])
     if isinstance(value, str):
         return [Message("assistant", value)]
-    tags = form.tags or FORMATS.get("messages").tags
     turns = value if isinstance(value, list) else [value]
     if not turns or not all(isinstance(turn, dict) for turn in turns):
         raise BadRecord(f"{name!r} is {kind_of(value)}, and must be an answer: text, a message or messages")
