@@ -109,6 +109,15 @@ def test_a_plan_says_what_will_be_used_if_it_is_installed() -> None:
     assert why_of(on_cpu.kernels, "loss") == "train.label_smoothing is 0.1"
 
 
+@pytest.mark.parametrize(("flag", "has_it"), [("", False), ("avx512_bf16", True), ("amx_bf16", True), ("bf16", False)])
+def test_a_plan_knows_whose_attention_is_compiled(flag: str, has_it: bool) -> None:
+    """Of a packed row torch makes one call for each document, and their answers are joined into one more tensor."""
+    asked = config(train={"precision": "bf16"}, data={"train": ["x"], "packing": True})
+    plan = make_plan(asked, demo_shape(), Machine(8, 2**36, 2**35, cpu_bf16=flag), 1)
+    assert plan.kernels[0].by == (NARROW if has_it else "torch, one call per document")
+    assert ("h (packed)" in str(plan.memory)) != has_it
+
+
 def why_of(chosen: Any, part: str) -> str:
     return next(one.why for one in chosen if one.part == part)
 

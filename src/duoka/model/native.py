@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from duoka.plan.compiler import SWITCH, find_compiler
+from duoka.plan.compiler import NO_ATTENTION, SWITCH, find_compiler
 from duoka.runs.cache import cache_folder, hold_lock
 
 _FILES = ("native.h", "native.cpp", "attention.cpp", "decode.cpp", "adamw.cpp")
@@ -91,7 +91,7 @@ class Library:
 class _Found:
     library: Library | None = None
     why_not: str = ""
-    why_no_attention: str = "the processor has no AVX-512 with bf16"
+    why_no_attention: str = NO_ATTENTION
 
 
 @functools.cache

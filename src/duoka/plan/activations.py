@@ -111,7 +111,8 @@ def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, float, str]:
         whole += shape.hidden_size  # experts, in 16 bits, keep what they read
         formula += " + 1h (experts)"
     # In 8 bits the layer behind keeps its own form of that, and not the joined tensor.
-    if (layout.sp > 1 or (layout.packing and not narrow)) and not is_fp8:
+    is_joined = layout.packing and not (narrow and work.has_attention_kernel)
+    if (layout.sp > 1 or is_joined) and not is_fp8:
         cut += size * shape.q_size  # documents' outputs are joined, or exchanged, into one more tensor
         formula += f" + {size}h ({'packed' if layout.packing else 'exchanged'})"
     if layout.sp > 1:

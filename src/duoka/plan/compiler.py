@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Mapping
 
 SWITCH = "DUOKA_NATIVE"  # 0: none are compiled
+NO_ATTENTION = "the processor has no AVX-512 with bf16"  # which attention.cpp is written for
 INSTALL = "apt install g++   (Debian, Ubuntu; elsewhere gcc-c++ or clang)"
 
 

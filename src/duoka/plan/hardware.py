@@ -80,6 +80,11 @@ class Machine:
             return f"the CPU has {self.cpu_bf16}"
         return "the CPU has neither amx_bf16 nor avx512_bf16, so bf16 would be emulated"
 
+    @property
+    def has_attention_kernel(self) -> bool:
+        """Whether the compiled one for bf16 will be there; ARM's bf16 has none."""
+        return self.has_kernels and self.cpu_bf16 in _CPU_BF16_FLAGS[:2]
+
     def available_per_rank(self, num_local_ranks: int) -> int:
         """Memory that one rank may use: its GPU's, or an equal share of what is available."""
         if self.gpus:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from duoka.config.schema import RunConfig
+from duoka.plan.compiler import NO_ATTENTION
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout
 from duoka.plan.recipe import Work
@@ -223,6 +224,7 @@ def expected(config: RunConfig, work: Work, layout: Layout, machine: Machine) ->
         drops=config.lora is not None and config.lora.dropout > 0,
         no_plain_loss=why_no_plain_loss(config) or (BENT if work.shape.bent_logits else ""),
         no_native="" if work.has_kernels else "no C++ compiler (duoka doctor)",
+        no_native_attention="" if work.has_attention_kernel else NO_ATTENTION,
         no_documents=wide,
         no_liger=dict.fromkeys(LIGER_PARTS, machine.no_liger) if machine.no_liger else {},
         no_triton=machine.no_triton,
