@@ -82,14 +82,16 @@ def family_config(model_type: str):
     return AutoConfig.for_model(model_type, **SETTINGS.get(model_type, {}))
 
 
-def write_family(folder: Path, model_type: str, *, tokenizer=None) -> Path:
-    """A tiny model of that type with drawn weights and no dropout; with a tokenizer, one that can be trained."""
+def write_family(folder: Path, model_type: str, *, tokenizer=None, **sizes) -> Path:
+    """A tiny model of that type with drawn weights and no dropout; with a tokenizer, one that can be trained. `sizes`
+    are written into its config."""
     from duoka.model.build import quiet_loading
     from duoka.model.tiny_copy import build_tiny, tiny_config
 
     with quiet_loading():
         config = tiny_config(family_config(model_type))
         without_dropout(config)
+        vars(config).update(sizes)
         if tokenizer is not None:
             config.get_text_config().vocab_size = len(tokenizer) + 5
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -5,14 +5,16 @@ import json
 
 import pytest
 import torch
-from tiny import write_conversations, write_tiny_model
-from worlds import train_all
+from families import write_family
+from tiny import build_tiny_tokenizer, write_conversations, write_tiny_model
+from torch.distributed.tensor import DTensor
+from worlds import run_world, train_all, train_jobs
 
 from duoka.errors import StorageError
 from duoka.model.build import LossModel, load_model
 from duoka.model.request import ModelRequest
 from duoka.optim.disk_arena import DiskArena
-from duoka.parallel.activations import ActivationsElsewhere, Entry
+from duoka.parallel.activations import ActivationsElsewhere, Entry, Home
 
 pytestmark = pytest.mark.timeout(600)  # twenty runs come before the first test, half of them in bf16
 
@@ -87,6 +89,49 @@ def test_files_hold_them(runs, name):
 
 def test_no_file_is_left(runs):
     assert not list(runs.rglob("*duoka-offload*"))
+
+
+def note_what_moves(jobs):
+    """In rank 0: the sizes of what goes to files are none of a weight, its part or copies of either."""
+    sizes, models = set(), []
+    home_put, begin = Home.put, ActivationsElsewhere.__init__
+    Home.put = lambda self, held, ready: sizes.add(held.numel()) or home_put(self, held, ready)
+    ActivationsElsewhere.__init__ = lambda self, bare, *rest: models.append(bare) or begin(self, bare, *rest)
+
+    def check():
+        weights = {}
+        for name, one in models[-1].named_parameters():
+            part = one.to_local() if isinstance(one, DTensor) else one
+            counts = {one.numel(), part.numel(), *([one.numel() // len(one)] if one.dim() > 2 else [])}  # an expert's
+            weights |= {count * size: name for count in counts for size in (2, 4)}
+        assert sizes and not weights.keys() & sizes, [weights[size] for size in weights.keys() & sizes]
+        sizes.clear()
+
+    train_jobs([one for job in jobs for one in (job, check)])
+
+
+def test_weights_stay_however_they_are_shared_out(tmp_path):
+    """A rank's part of a weight is a view when it multiplies, and so is one expert's of what all have in one tensor."""
+    wide = write_tiny_model(tmp_path / "wide", hidden=344, layers=3)  # wider than any document is long
+    mixture = write_family(
+        tmp_path / "mixture", "mixtral", tokenizer=build_tiny_tokenizer(), hidden_size=272, intermediate_size=352
+    )
+    data = write_conversations(tmp_path / "chats.jsonl", 20, seed=3)
+    jobs = []
+    for number, (model, precision, *how) in enumerate(
+        [
+            (wide, "bf16", "parallel.tensor=2"),
+            (wide, "fp32", "parallel.tensor=2", "lora={rank: 4}"),
+            (mixture, "fp32", "parallel.strategy=fsdp"),
+            (mixture, "bf16", "parallel.expert=2"),
+        ]
+    ):
+        yaml = tmp_path / f"{number}.yaml"
+        place = yaml.with_suffix("")
+        yaml.write_text(YAML.format(model=model, data=data, precision=precision, output=place), encoding="utf-8")
+        # No mask of such a length has a weight's size.
+        jobs.append((str(yaml), [AWAY, "train.max_steps=1", "data.max_length=250", *how], str(place)))
+    run_world(2, note_what_moves, jobs)
 
 
 # --- one model, in this process ---

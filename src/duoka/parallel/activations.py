@@ -8,6 +8,7 @@ rotary tables. What comes back is what went, bit for bit, so nothing that is lea
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from duoka.model.build import find_core
 from duoka.model.layers import find_layers
@@ -24,8 +26,11 @@ from duoka.torch_private import StorageWeakRef, storage_key
 
 LEAST_BYTES = 64 * 1024  # smaller ones are not worth a trip
 _PENDING = 2  # finished layers that wait for the thread; with more, the forward pass waits
-# Between a parameter and what is saved of it: casts and views.
-_SEEN_THROUGH = ("TBackward0", "ToCopyBackward0", "ViewBackward0", "TransposeBackward0", "SplitBackward0")
+# Between a parameter and what is saved of it: casts and views, a rank's part of it, and one expert's of all.
+_SEEN_THROUGH = (
+    "TBackward0", "ToCopyBackward0", "ViewBackward0", "TransposeBackward0", "SplitBackward0", "UnbindBackward0",
+    "_ToTorchTensorBackward",
+)  # fmt: skip
 
 
 class Home:
@@ -101,7 +106,7 @@ class ActivationsElsewhere:
     def _next_layer(self, module: torch.nn.Module, inputs: Any) -> None:
         if self._hooks is None:
             return  # nothing is learned, or a layer is computed again
-        done, self._layer = self._layer, Layer(self, self._layer)
+        done, self._layer = self._layer, Layer(self, module, self._layer)
         if done is not None:
             done.send()
 
@@ -140,8 +145,8 @@ class Moved:
 class Layer:
     """What one pass of one layer saved. It lives as long as any of it does."""
 
-    def __init__(self, owner: ActivationsElsewhere, before: Layer | None) -> None:
-        self.owner = owner
+    def __init__(self, owner: ActivationsElsewhere, module: torch.nn.Module, before: Layer | None) -> None:
+        self.owner, self._module = owner, module
         self._before = None if before is None else weakref.ref(before)
         self._entries: list[weakref.ref[Entry]] = []
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[Entry]]] = {}  # by storage
@@ -150,10 +155,19 @@ class Layer:
         self._sent: Future[None] | None = None
         self._fetched: Future[None] | None = None
 
+    @functools.cached_property
+    def _weights(self) -> set[int]:
+        """The storages of the layer's weights, as its first operation finds them. A frozen one that is shared out has
+        no history by which it could be known."""
+        own = (one.to_local() if isinstance(one, DTensor) else one for one in self._module.parameters())
+        return {storage_key(one.untyped_storage()) for one in own}
+
     def entry_of(self, tensor: torch.Tensor) -> Entry | None:
-        """The entry of its storage; None for what the layer before has saved too."""
+        """The entry of its storage; None for what the layer before has saved too, and for weights."""
         storage = tensor.untyped_storage()
         key = storage_key(storage)
+        if key in self._weights:
+            return None
         if key in self._shared and not self._shared[key][0].expired():
             self._known[key] = self._shared[key]
             return None
