@@ -1,11 +1,11 @@
-// Attention on CPUs with bf16 arithmetic: causal, each document for itself. Products are AMX's where the processor has
+// Attention of bf16 on CPUs with bf16 arithmetic (attention_wide.cpp: on others): causal, each document for itself. Products are AMX's where the processor has
 // it, AVX-512's elsewhere. native.py compiles it beside native.cpp, and calls it with addresses.
 //
 // Every number of a result is computed by one thread in one order, so the count of threads changes no bit.
 
-#include "native.h"
+#include "attention.h"
 
-extern "C" int duoka_has_attention() {
+extern "C" int duoka_has_narrow_attention() {
 #ifdef __AVX512BF16__
   return 1;
 #else
@@ -200,36 +200,8 @@ constexpr i64 QUERIES = 64;  // at once: pairs of them fill tiles too
 #else
 constexpr i64 QUERIES = 48;  // at once: a multiple of the tile's rows
 #endif
-inline i64 up(i64 x, i64 to) { return (x + to - 1) / to * to; }
 
-struct Attention {
-  const bf16 *query, *key, *value;  // (tokens, heads or groups, dim), tokens `*_stride` apart
-  i64 query_stride, key_stride, value_stride;
-  i64 heads, groups, dim, tokens;
-  float scale;
-};
-
-// Of one query: `last` keys count; the others become 0. Returns log(sum of exponentials).
-inline float soften(float* scores, i64 last, i64 columns, float scale) {
-  float most = -INFINITY;
-#pragma omp simd reduction(max : most)
-  for (i64 i = 0; i < last; ++i) most = scores[i] > most ? scores[i] : most;
-  most *= scale;
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (i64 i = 0; i < last; ++i) {
-    float one = exponential(scores[i] * scale - most);
-    scores[i] = one;
-    sum += one;
-  }
-  std::fill(scores + last, scores + columns, 0.0f);
-  float share = 1.0f / sum;
-#pragma omp simd
-  for (i64 i = 0; i < last; ++i) scores[i] *= share;
-  return most + std::log(sum);
-}
-
-void attend_forward(const Attention& a, i64 start, i64 count, i64 group, bf16* out, float* sums) {
+void attend_forward(const Attention<bf16>& a, i64 start, i64 count, i64 group, bf16* out, float* sums) {
   [[maybe_unused]] TilesOn tiles;
   i64 dim = a.dim, many = a.heads / a.groups, keys_up = up(count, 64);
   std::vector<u32> keys(dim / 2 * keys_up), values(keys_up / 2 * dim);
@@ -255,12 +227,8 @@ void attend_forward(const Attention& a, i64 start, i64 count, i64 group, bf16* o
     }
 }
 
-struct Slopes {  // of queries, keys and values: (tokens, heads or groups, dim), without gaps
-  bf16 *query, *key, *value;
-};
-
-void attend_backward(const Attention& a, i64 start, i64 count, i64 group, const bf16* out, const bf16* grad,
-                     const float* sums, Slopes slopes) {
+void attend_backward(const Attention<bf16>& a, i64 start, i64 count, i64 group, const bf16* out, const bf16* grad,
+                     const float* sums, Slopes<bf16> slopes) {
   [[maybe_unused]] TilesOn tiles;
   i64 dim = a.dim, many = a.heads / a.groups, keys_up = up(count, 64), out_stride = a.heads * dim;
   std::vector<u32> keys(dim / 2 * keys_up), values(dim / 2 * keys_up), keys_down(keys_up / 2 * dim);
@@ -291,14 +259,7 @@ void attend_backward(const Attention& a, i64 start, i64 count, i64 group, const 
         float log_sum = sums[head * a.tokens + start + first + row], delta = 0;
 #pragma omp simd reduction(+ : delta)
         for (i64 i = 0; i < dim; ++i) delta += wide(o[i]) * wide(g[i]);
-        i64 last = first + row + 1;
-#pragma omp simd
-        for (i64 i = 0; i < last; ++i) {
-          w[i] = exponential(w[i] * a.scale - log_sum);
-          d[i] = w[i] * (d[i] - delta) * a.scale;
-        }
-        std::fill(w + last, w + columns, 0.0f);
-        std::fill(d + last, d + columns, 0.0f);
+        soften_back(w, d, first + row + 1, columns, a.scale, log_sum, delta);
         narrow_row(d, slope_rows.data() + row * keys_up, columns);
       }
       for (i64 p = 0; p < rows_up / 2; ++p) {
@@ -332,25 +293,20 @@ extern "C" {
 void duoka_attention_forward(const bf16* query, const bf16* key, const bf16* value, i64 query_stride, i64 key_stride,
                              i64 value_stride, const std::int32_t* edges, i64 documents, i64 heads, i64 groups, i64 dim,
                              i64 tokens, float scale, bf16* out, float* sums, int threads) {
-  Attention a{query, key, value, query_stride, key_stride, value_stride, heads, groups, dim, tokens, scale};
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-  for (i64 task = 0; task < documents * groups; ++task) {
-    i64 start = edges[task / groups], count = edges[task / groups + 1] - start;
-    if (count > 0) attend_forward(a, start, count, task % groups, out, sums);
-  }
+  Attention<bf16> a{query, key, value, query_stride, key_stride, value_stride, heads, groups, dim, tokens, scale};
+  each_document(edges, documents, groups, threads, [&](i64 start, i64 count, i64 group) {
+    attend_forward(a, start, count, group, out, sums);
+  });
 }
 
 void duoka_attention_backward(const bf16* query, const bf16* key, const bf16* value, i64 query_stride, i64 key_stride,
                               i64 value_stride, const std::int32_t* edges, i64 documents, i64 heads, i64 groups, i64 dim,
                               i64 tokens, float scale, const bf16* out, const bf16* grad, const float* sums,
                               bf16* query_grad, bf16* key_grad, bf16* value_grad, int threads) {
-  Attention a{query, key, value, query_stride, key_stride, value_stride, heads, groups, dim, tokens, scale};
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-  for (i64 task = 0; task < documents * groups; ++task) {
-    i64 start = edges[task / groups], count = edges[task / groups + 1] - start;
-    if (count > 0)
-      attend_backward(a, start, count, task % groups, out, grad, sums, {query_grad, key_grad, value_grad});
-  }
+  Attention<bf16> a{query, key, value, query_stride, key_stride, value_stride, heads, groups, dim, tokens, scale};
+  each_document(edges, documents, groups, threads, [&](i64 start, i64 count, i64 group) {
+    attend_backward(a, start, count, group, out, grad, sums, {query_grad, key_grad, value_grad});
+  });
 }
 
 }

@@ -157,8 +157,9 @@ def attend(
 def _attend_by_own_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | None, how: Scoring
 ) -> torch.Tensor | None:
-    """In bf16 on a CPU, all documents in one call; None where that kernel does not know the case."""
-    if query.device.type != "cpu" or _dtype_of(query) is not torch.bfloat16 or how.is_written_out:
+    """On a CPU, all documents in one call; None where that kernel does not know the case."""
+    dtype = _dtype_of(query)
+    if query.device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or how.is_written_out:
         return None
     rows, _, tokens, dim = query.shape
     longest, count = (tokens, rows) if documents is None else (documents.longest, len(documents.lengths))
@@ -170,9 +171,9 @@ def _attend_by_own_kernel(
     if not native.attention_fits(query, key, value, count):
         return None
     edges = documents.edges if documents is not None else torch.arange(rows + 1, dtype=torch.int32) * tokens
-    narrow = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
+    inputs = (tensor.to(dtype) for tensor in (query, key, value))
     scale = how.scaling if how.scaling is not None else dim**-0.5
-    answer: torch.Tensor = native.Attention.apply(*narrow, edges, scale)
+    answer: torch.Tensor = native.Attention.apply(*inputs, edges, scale)
     return answer
 
 

@@ -40,7 +40,7 @@ def agree_on_kernels(
         gpu_kernels.try_all(device, BY_PRECISION[layout.precision], sizes, parts)
         for others in gather(dict(gpu_kernels.why_not())):
             gpu_kernels.leave(part for part, why in others.items() if why)
-    elif layout.precision in ("bf16", "fp8"):
+    else:
         native.use_at_most(min(gather(native.level())))
 
 
@@ -63,10 +63,7 @@ def look(bare: Any, config: RunConfig, layout: Layout, device: torch.device) -> 
         launch = why_no_launch(find_core(bare), layout, device)
         liger = {part: why[part] for part in LIGER_PARTS}
         return replace(facts, no_documents=launch, no_liger=liger, no_triton=why["loss"])
-    if layout.precision in ("bf16", "fp8") or facts.drops:
-        missing, attention = native.why_not()
-        return replace(facts, no_native=missing, no_native_attention=attention)
-    return facts
+    return replace(facts, no_native=native.why_not())
 
 
 def _why_no_plain_head(bare: Any, layout: Layout) -> str:

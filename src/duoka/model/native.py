@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 
-from duoka.plan.compiler import NO_ATTENTION, SWITCH, find_compiler
+from duoka.plan.compiler import SWITCH, find_compiler
 from duoka.runs.cache import cache_folder, hold_lock
 
-_FILES = ("native.h", "native.cpp", "attention.cpp", "decode.cpp", "adamw.cpp")
+_FILES = (
+    "native.h", "attention.h", "native.cpp", "attention.cpp", "attention_wide.cpp", "decode.cpp", "adamw.cpp"
+)  # fmt: skip
 SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp",
             "-fno-strict-aliasing", "-fPIC")  # fmt: skip
@@ -42,27 +44,26 @@ _SIGNATURES: Mapping[str, list[Any]] = {
     "add": [_P, _P, _I, _N],
     "drop": [_P, _P, _P, _I, _I, _I, _I, _N, _N],
     "adamw": [_P, _P, _P, _P, _I, _I, _I, *[_F] * 7, _N],
+    "wide_attention_forward": [_P, _P, _P, _I, _I, _I, _P, _I, _I, _I, _I, _I, _F, _P, _P, _N, _N],
+    "wide_attention_backward": [_P, _P, _P, _I, _I, _I, _P, _I, _I, _I, _I, _I, _F, _P, _P, _P, _P, _P, _P, _N, _N],
     "attend_rows": [_P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _N, _N],
     "multiply_rows": [_P, _P, _P, _P, _I, _I, _I, _N, _N],
 }
-_ATTENTION: Mapping[str, list[Any]] = {
+_NARROW_ATTENTION: Mapping[str, list[Any]] = {
     "attention_forward": [_P, _P, _P, _I, _I, _I, _P, _I, _I, _I, _I, _I, _F, _P, _P, _N],
     "attention_backward": [_P, _P, _P, _I, _I, _I, _P, _I, _I, _I, _I, _I, _F, _P, _P, _P, _P, _P, _P, _N],
 }
 OWN_ATTENTION = "attends_by_own_kernel"  # on an attention module: `Attention` may compute it
 
 
-def serves(*tensors: torch.Tensor, attention: bool = False) -> bool:
+def serves(*tensors: torch.Tensor) -> bool:
     """Plain tensors on a CPU, in fp32 or bf16, not under a compiler that wants to see what is computed."""
     for tensor in tensors:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
             return False
         if tensor.dtype not in (torch.bfloat16, torch.float32):
             return False
-    if torch.compiler.is_compiling():
-        return False
-    library = find()
-    return library is not None and (library.has_attention or not attention)
+    return not torch.compiler.is_compiling() and find() is not None
 
 
 def narrows(*tensors: torch.Tensor) -> bool:
@@ -76,8 +77,8 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        self.has_attention = bool(library.duoka_has_attention())
-        known = {**_SIGNATURES, **(_ATTENTION if self.has_attention else {})}
+        self.has_narrow_attention = bool(library.duoka_has_narrow_attention())
+        known = {**_SIGNATURES, **(_NARROW_ATTENTION if self.has_narrow_attention else {})}
         for name, arguments in known.items():
             function = getattr(library, f"duoka_{name}")
             function.argtypes, function.restype = arguments, None
@@ -91,7 +92,6 @@ class Library:
 class _Found:
     library: Library | None = None
     why_not: str = ""
-    why_no_attention: str = NO_ATTENTION
 
 
 @functools.cache
@@ -124,9 +124,9 @@ def forget() -> None:
 
 
 def level() -> int:
-    """What this process has: 0 nothing, 1 all but attention, 2 all."""
+    """What this process has: 0 nothing, 1 what every processor has, 2 and attention in bf16's own arithmetic."""
     library = find()
-    return 0 if library is None else 1 + library.has_attention
+    return 0 if library is None else 1 + library.has_narrow_attention
 
 
 def use_at_most(level: int) -> None:
@@ -134,8 +134,8 @@ def use_at_most(level: int) -> None:
     found = _find()
     if level == 0 and found.library is not None:
         found.library, found.why_not = None, "another rank has none"
-    elif level == 1 and found.library is not None and found.library.has_attention:
-        found.library.has_attention, found.why_no_attention = False, "another rank has none"
+    elif level == 1 and found.library is not None:
+        found.library.has_narrow_attention = False
 
 
 def load_compiled(compiler: str, folder: Path) -> Library:
@@ -182,12 +182,9 @@ def _processor() -> str:
     return f"{platform.processor()} {platform.node()}"  # nobody says which: a machine's own
 
 
-def why_not() -> tuple[str, str]:
-    """(why there are none, why there is no attention among them); "": there is. Compiles them, where nobody did yet."""
-    found = _find()
-    if found.library is None:
-        return found.why_not, ""
-    return "", "" if found.library.has_attention else found.why_no_attention
+def why_not() -> str:
+    """Why there are none; "": there are. Compiles them, where nobody did yet."""
+    return _find().why_not
 
 
 def _library() -> Any:
@@ -306,7 +303,7 @@ def adamw_(
 
 
 class Attention(torch.autograd.Function):
-    """Causal, each document for itself: (rows, heads, tokens, dim) in bf16 in, (rows, tokens, heads, dim) out."""
+    """Causal, each document for itself: (rows, heads, tokens, dim) in fp32 or bf16, (rows, tokens, heads, dim) out."""
 
     @staticmethod
     def forward(
@@ -314,9 +311,10 @@ class Attention(torch.autograd.Function):
     ) -> torch.Tensor:
         inputs = tuple(laid_by_token(one) for one in (query, key, value))
         rows, heads, tokens, dim = query.shape
-        out = torch.empty((rows, tokens, heads, dim), dtype=torch.bfloat16)
+        out = torch.empty((rows, tokens, heads, dim), dtype=query.dtype)
         sums = torch.empty((heads, rows * tokens), dtype=torch.float32)
-        _library().attention_forward(*_lie(inputs, edges), scale, _at(out), _at(sums), torch.get_num_threads())
+        call, rest = _attention("forward", out)
+        call(*_lie(inputs, edges), scale, _at(out), _at(sums), *rest)
         ctx.save_for_backward(*inputs, edges, out, sums)
         ctx.scale = scale
         return out
@@ -324,13 +322,19 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         *inputs, edges, out, sums = ctx.saved_tensors
-        slopes = [torch.empty(one.transpose(1, 2).shape, dtype=torch.bfloat16) for one in inputs]
+        slopes = [torch.empty(one.transpose(1, 2).shape, dtype=out.dtype) for one in inputs]
         grad = grad.contiguous()
-        _library().attention_backward(
-            *_lie(inputs, edges), ctx.scale, _at(out), _at(grad), _at(sums), *(_at(one) for one in slopes),
-            torch.get_num_threads(),
-        )  # fmt: skip
+        call, rest = _attention("backward", out)
+        call(*_lie(inputs, edges), ctx.scale, _at(out), _at(grad), _at(sums), *(_at(one) for one in slopes), *rest)
         return *(one.transpose(1, 2) for one in slopes), None, None
+
+
+def _attention(direction: str, out: torch.Tensor) -> tuple[Callable[..., None], tuple[int, ...]]:
+    """The fastest that this processor has, and its last arguments."""
+    library, threads = _library(), torch.get_num_threads()
+    if library.has_narrow_attention and not _is_wide(out):
+        return getattr(library, f"attention_{direction}"), (threads,)
+    return getattr(library, f"wide_attention_{direction}"), (_is_wide(out), threads)
 
 
 def laid_by_token(x: torch.Tensor) -> torch.Tensor:
@@ -353,10 +357,10 @@ def _lie(inputs: Any, edges: torch.Tensor) -> tuple[Any, ...]:
 
 
 def attention_fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_documents: int) -> bool:
-    """Whether `Attention` takes them in bf16, and has work for every thread: else torch's kernel is the faster one.
+    """Whether `Attention` takes them, and has work for every thread: else torch's kernel is the faster one.
 
-    So a run of more threads may attend by torch's kernel, whose results differ by bf16's last digit.
+    So a run of more threads may attend by torch's kernel, whose results differ by their type's last digits.
     """
     heads, groups, dim = query.shape[1], key.shape[1], query.shape[-1]
     fits = dim % 16 == 0 and dim == value.shape[-1] and heads % groups == 0 and query.shape[2] == key.shape[2]
-    return fits and num_documents * groups >= torch.get_num_threads() and serves(query, key, value, attention=True)
+    return fits and num_documents * groups >= torch.get_num_threads() and serves(query, key, value)

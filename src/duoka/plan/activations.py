@@ -51,8 +51,17 @@ _NARROW_RULES: Mapping[bool, ActivationRule] = {
 
 def is_narrow(work: Work, layout: Layout) -> bool:
     """Whether compiled kernels compute what lies between products."""
-    on_cpu = work.program is None and work.device == "cpu" and work.has_kernels
-    return on_cpu and layout.precision in ("bf16", "fp8") and not layout.compile
+    return layout.precision in ("bf16", "fp8") and _is_compiled_for(work, layout)
+
+
+def has_own_attention(work: Work, layout: Layout) -> bool:
+    """Whether a compiled kernel attends to all documents of a row in one call."""
+    is_known = layout.precision in ("fp32", "bf16", "fp8") and layout.recompute != "selective"
+    return is_known and _is_compiled_for(work, layout)
+
+
+def _is_compiled_for(work: Work, layout: Layout) -> bool:
+    return work.program is None and work.device == "cpu" and work.has_kernels and not layout.compile
 
 
 def activation_bytes_per_token(work: Work, layout: Layout, length: int = 0) -> tuple[float, str]:
@@ -111,7 +120,7 @@ def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, float, str]:
         whole += shape.hidden_size  # experts, in 16 bits, keep what they read
         formula += " + 1h (experts)"
     # In 8 bits the layer behind keeps its own form of that, and not the joined tensor.
-    is_joined = layout.packing and not (narrow and work.has_attention_kernel)
+    is_joined = layout.packing and not has_own_attention(work, layout)
     if (layout.sp > 1 or is_joined) and not is_fp8:
         cut += size * shape.q_size  # documents' outputs are joined, or exchanged, into one more tensor
         formula += f" + {size}h ({'packed' if layout.packing else 'exchanged'})"

@@ -1,4 +1,4 @@
-"""The C++ compiler of this machine, which kernels for bf16 training on CPUs are compiled with (model/native.py).
+"""The C++ compiler of this machine, which kernels for training on CPUs are compiled with (model/native.py).
 
 Here, because a plan counts with them: what a step keeps and how long it takes.
 """
@@ -12,7 +12,6 @@ import subprocess
 from collections.abc import Mapping
 
 SWITCH = "DUOKA_NATIVE"  # 0: none are compiled
-NO_ATTENTION = "the processor has no AVX-512 with bf16"  # which attention.cpp is written for
 INSTALL = "apt install g++   (Debian, Ubuntu; elsewhere gcc-c++ or clang)"
 
 

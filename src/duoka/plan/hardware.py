@@ -48,7 +48,7 @@ class Machine:
     bf16_hindrance: str = ""  # the setting that keeps torch from the CPU's bf16
     disk_free_bytes: int | None = None  # where a run offloads to; None: not looked at
     threads_per_rank: int = 0  # OMP_NUM_THREADS; 0: not set, so that ranks share all cores
-    has_kernels: bool = True  # compiled ones, for bf16 on CPUs
+    has_kernels: bool = True  # compiled ones, on CPUs
     has_allocator: bool = True  # tcmalloc or jemalloc, for ranks on CPUs
     no_liger: str = ""  # why Liger's kernels are not there for GPUs
     no_triton: str = ""
@@ -79,11 +79,6 @@ class Machine:
         if self.cpu_bf16:
             return f"the CPU has {self.cpu_bf16}"
         return "the CPU has neither amx_bf16 nor avx512_bf16, so bf16 would be emulated"
-
-    @property
-    def has_attention_kernel(self) -> bool:
-        """Whether the compiled one for bf16 will be there; ARM's bf16 has none."""
-        return self.has_kernels and self.cpu_bf16 in _CPU_BF16_FLAGS[:2]
 
     def available_per_rank(self, num_local_ranks: int) -> int:
         """Memory that one rank may use: its GPU's, or an equal share of what is available."""

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from duoka.config.schema import RunConfig
-from duoka.plan.compiler import NO_ATTENTION
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout
 from duoka.plan.recipe import Work
@@ -19,6 +18,7 @@ from duoka.plan.sizes import ModelShape
 
 LIGER_PARTS = ("norm", "rotation", "MLP")
 USUAL = frozenset(LIGER_PARTS)
+_WIDE = ("attention", "dropout")  # of the compiled parts, those that know fp32 too
 BENT = "the model scales its logits, or caps them"
 
 
@@ -37,7 +37,6 @@ class Facts:
     own_logits: bool = False  # the loss is taken from logits that the model computes itself
     no_plain_loss: str = ""  # likelihood of the targets alone
     no_native: str = ""  # compiled kernels, on a CPU
-    no_native_attention: str = ""
     no_documents: str = ""  # attention over all documents of a packed row in one launch, on a GPU
     no_liger: Mapping[str, str] = field(default_factory=dict)  # by part; a part that is not named is there
     no_triton: str = ""  # the loss's slope in one kernel of duoka's, on a GPU
@@ -73,7 +72,7 @@ def _liger(part: str) -> Way:
 
 def _native(part: str, name: str = "compiled for this processor") -> Way:
     def why_not(facts: Facts) -> str | None:
-        if facts.device != "cpu" or (facts.precision not in ("bf16", "fp8") and part != "dropout"):
+        if facts.device != "cpu" or (facts.precision not in ("bf16", "fp8") and part not in _WIDE):
             return None
         if facts.compiles and part != "loss":  # which is no part of a layer
             return None
@@ -81,10 +80,8 @@ def _native(part: str, name: str = "compiled for this processor") -> Way:
             return None
         if part == "loss" and (facts.own_logits or facts.no_plain_loss):
             return None if facts.own_logits else facts.no_plain_loss
-        if part == "attention" and not facts.no_native:
-            if facts.keeps_products:
-                return "selective recompute keeps torch's attention, by its name"
-            return facts.no_native_attention
+        if part == "attention" and facts.keeps_products:
+            return "selective recompute keeps torch's attention, by its name"
         return facts.no_native
 
     return Way(name, why_not)
@@ -224,7 +221,6 @@ def expected(config: RunConfig, work: Work, layout: Layout, machine: Machine) ->
         drops=config.lora is not None and config.lora.dropout > 0,
         no_plain_loss=why_no_plain_loss(config) or (BENT if work.shape.bent_logits else ""),
         no_native="" if work.has_kernels else "no C++ compiler (duoka doctor)",
-        no_native_attention="" if work.has_attention_kernel else NO_ATTENTION,
         no_documents=wide,
         no_liger=dict.fromkeys(LIGER_PARTS, machine.no_liger) if machine.no_liger else {},
         no_triton=machine.no_triton,

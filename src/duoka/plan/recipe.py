@@ -77,8 +77,7 @@ class Work:
     node_ranks: int = 0  # that share a copy of gathered weights until the backward pass
     reshards: bool = True  # FSDP: weights are given back after each layer's forward pass
     deepspeed: DeepSpeedConfig | None = None  # its switches, where it is the engine
-    has_kernels: bool = True  # compiled ones, for bf16 on a CPU
-    has_attention_kernel: bool = True  # among them
+    has_kernels: bool = True  # compiled ones, on a CPU
     has_allocator: bool = True  # on a CPU: tcmalloc or jemalloc, in place of the C library's heap
     thin_gradients: bool = False  # PowerSGD: residuals of this step and the one before, each as large as the gradients
 

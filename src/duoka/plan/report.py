@@ -336,7 +336,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine, local_size: in
         narrow_weights=config.train.weights == "bf16",
         saves_beside=config.checkpoint.is_async, is_new=config.model.is_new,
         thin_gradients=packed.gradients == "powersgd", has_kernels=machine.has_kernels,
-        has_attention_kernel=machine.has_attention_kernel, has_allocator=machine.has_allocator,
+        has_allocator=machine.has_allocator,
         weight_bits=packed.weight_bits, gradient_bits=packed.gradient_bits,
         node_ranks=local_size if config.parallel.reshard == "node" else 0,
         reshards=config.parallel.reshard is not False,

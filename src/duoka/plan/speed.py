@@ -12,7 +12,7 @@ from typing import Any
 
 from duoka.config.schema import GRAPHS
 from duoka.plan import deepspeed
-from duoka.plan.activations import activation_bytes_per_token, is_narrow
+from duoka.plan.activations import activation_bytes_per_token, has_own_attention, is_narrow
 from duoka.plan.catalog import Cluster
 from duoka.plan.flops import (
     ATTENTION_BACKWARD,
@@ -58,9 +58,9 @@ RATES = Rates(
 )  # fmt: skip
 MEASURED_SHARE = 0.80  # of products that were measured on the machine itself: training's are smaller
 # On CPUs they lose less (docs/decisions.md has the steps behind both): a model's products beside the best ones, and
-# attention in bf16 by the compiled kernel (model/attention.cpp) where it was not measured itself.
+# attention by the compiled kernels (model/attention.cpp, attention_wide.cpp) where it was not measured itself.
 CPU_MEASURED_SHARE = 0.92
-NARROW_ATTENTION = 0.47
+NARROW_ATTENTION, WIDE_ATTENTION = 0.47, 0.60
 # Of the share that 16-bit products reach of their peak, what 8-bit ones reach of theirs: torchtitan's Llama 3.1 8B on
 # 8 H100, compiled, at 6,667 and 8,532 tokens/s a GPU (its page on performance). Two more pairs judge it in the tests.
 FP8_SHARE = 0.82
@@ -257,7 +257,9 @@ def _attention_flops(work: Work, layout: Layout, cluster: Cluster, rates: Rates,
     cores = cluster.per_node if device.kind == "cpu" else 1
     narrow = is_narrow(work, layout)
     measured = device.half_attention if narrow else device.fp32_attention if layout.precision == "fp32" else 0.0
-    near = NARROW_ATTENTION if narrow else rates.attention.get(device.generation, 0.5 * share)
+    near = rates.attention.get(device.generation, 0.5 * share)
+    if has_own_attention(work, layout):
+        near = NARROW_ATTENTION if narrow else WIDE_ATTENTION
     return (measured or device.peak_flops(layout.precision) * near) / cores
 
 
