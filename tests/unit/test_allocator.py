@@ -63,16 +63,17 @@ def test_doctor_names_the_package_where_bf16_wants_it(tmp_path, monkeypatch):
     assert not list(doctor.check_heap(replace(patient, machine=replace(patient.machine, gpus=gpus))))
 
 
-def test_doctor_asks_for_a_compiler_where_bf16_wants_kernels(tmp_path, monkeypatch):
-    patient = Patient(tmp_path, tmp_path, Machine(4, 16 << 30, 8 << 30), 4)
-    assert not list(doctor.check_kernels(patient))
-    narrow = replace(patient, machine=replace(patient.machine, cpu_bf16="amx_bf16"))
+@pytest.mark.parametrize(("flag", "cost"), [("amx_bf16", "two thirds of its speed"), ("", "twice its time")])
+def test_doctor_asks_for_a_compiler_on_cpus(tmp_path, monkeypatch, flag, cost):
+    narrow = Patient(tmp_path, tmp_path, Machine(4, 16 << 30, 8 << 30, cpu_bf16=flag), 4)
+    gpus = (Gpu("H100", 80 << 30, 79 << 30, 9.0),)
+    assert not list(doctor.check_kernels(replace(narrow, machine=replace(narrow.machine, gpus=gpus))))
     monkeypatch.delenv("DUOKA_NATIVE", raising=False)
     monkeypatch.setattr(doctor, "find_compiler", lambda: "/usr/bin/g++")
     assert [one.severity for one in doctor.check_kernels(narrow)] == ["ok"]
     monkeypatch.setattr(doctor, "find_compiler", lambda: None)
     (slow,) = doctor.check_kernels(narrow)
-    assert slow.severity == "warn" and "apt install g++" in slow.fix
+    assert slow.severity == "warn" and "apt install g++" in slow.fix and cost in slow.seen
     monkeypatch.setenv("DUOKA_NATIVE", "0")
     (off,) = doctor.check_kernels(narrow)
     assert off.fix == "unset DUOKA_NATIVE"

@@ -147,16 +147,17 @@ def check_heap(patient: Patient) -> Iterator[Finding]:
 
 
 def check_kernels(patient: Patient) -> Iterator[Finding]:
-    if patient.machine.gpus or not patient.machine.has_native_bf16:
+    if patient.machine.gpus:
         return
     path = find_compiler()
     if os.environ.get(SWITCH) == "0":
-        yield Finding("warn", "kernels", f"{SWITCH}=0: bf16 training goes without them", "unset", f"unset {SWITCH}")
+        yield Finding("warn", "kernels", f"{SWITCH}=0: training goes without them", "unset", f"unset {SWITCH}")
     elif path is None:
-        seen = "no C++ compiler: bf16 training on this CPU goes at two thirds of its speed"
-        yield Finding("warn", "kernels", seen, "g++ or clang++", INSTALL_COMPILER)
+        narrow = patient.machine.has_native_bf16
+        cost = "bf16 training on this CPU goes at two thirds of its speed" if narrow else "attention takes twice its time"
+        yield Finding("warn", "kernels", f"no C++ compiler: {cost}", "g++ or clang++", INSTALL_COMPILER)
     else:
-        yield Finding("ok", "kernels", f"compiled by {path} when a bf16 run first needs them")
+        yield Finding("ok", "kernels", f"compiled by {path} when a run first needs them")
 
 
 def check_memory(patient: Patient) -> Iterator[Finding]:
