@@ -154,7 +154,9 @@ def check_kernels(patient: Patient) -> Iterator[Finding]:
         yield Finding("warn", "kernels", f"{SWITCH}=0: training goes without them", "unset", f"unset {SWITCH}")
     elif path is None:
         narrow = patient.machine.has_native_bf16
-        cost = "bf16 training on this CPU goes at two thirds of its speed" if narrow else "attention takes twice its time"
+        cost = (
+            "bf16 training on this CPU goes at two thirds of its speed" if narrow else "attention takes twice its time"
+        )
         yield Finding("warn", "kernels", f"no C++ compiler: {cost}", "g++ or clang++", INSTALL_COMPILER)
     else:
         yield Finding("ok", "kernels", f"compiled by {path} when a run first needs them")

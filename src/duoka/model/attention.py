@@ -168,7 +168,7 @@ def _attend_by_own_kernel(
     # Edges that do not fill the row are for torch's form to refuse.
     if documents is not None and (rows > 1 or int(documents.edges[0]) or int(documents.edges[-1]) != tokens):
         return None
-    if not native.attention_fits(query, key, value, count):
+    if not native.attention_fits(query, key, value, dtype, count, longest):
         return None
     edges = documents.edges if documents is not None else torch.arange(rows + 1, dtype=torch.int32) * tokens
     inputs = (tensor.to(dtype) for tensor in (query, key, value))

@@ -53,6 +53,8 @@ _NARROW_ATTENTION: Mapping[str, list[Any]] = {
     "attention_forward": [_P, _P, _P, _I, _I, _I, _P, _I, _I, _I, _I, _I, _F, _P, _P, _N],
     "attention_backward": [_P, _P, _P, _I, _I, _I, _P, _I, _I, _I, _I, _I, _F, _P, _P, _P, _P, _P, _P, _N],
 }
+# Of one document, where products are fp32's: each thread keeps six forms of its keys, and torch's is as fast by then.
+_LONGEST_WIDE = 8192
 OWN_ATTENTION = "attends_by_own_kernel"  # on an attention module: `Attention` may compute it
 
 
@@ -356,11 +358,17 @@ def _lie(inputs: Any, edges: torch.Tensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def attention_fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_documents: int) -> bool:
-    """Whether `Attention` takes them, and has work for every thread: else torch's kernel is the faster one.
+def attention_fits(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, num_documents: int, longest: int
+) -> bool:
+    """Whether `Attention` takes them as `dtype`, and has work for every thread: else torch's kernel is the faster one.
 
     So a run of more threads may attend by torch's kernel, whose results differ by their type's last digits.
     """
+    if not serves(query, key, value):
+        return False
+    if longest > _LONGEST_WIDE and not (_library().has_narrow_attention and dtype is torch.bfloat16):
+        return False
     heads, groups, dim = query.shape[1], key.shape[1], query.shape[-1]
     fits = dim % 16 == 0 and dim == value.shape[-1] and heads % groups == 0 and query.shape[2] == key.shape[2]
-    return fits and num_documents * groups >= torch.get_num_threads() and serves(query, key, value)
+    return fits and num_documents * groups >= torch.get_num_threads()
