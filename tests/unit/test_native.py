@@ -132,6 +132,14 @@ def test_attention_reads_tensors_as_projections_leave_them(kind):
     assert torch.equal(native.Attention.apply(*cut, edges, 0.1), native.Attention.apply(*copied, edges, 0.1))
 
 
+def test_documents_that_would_fill_the_memory_of_many_threads_are_torchs(anew):
+    native.use_at_most(1)
+    heads = [torch.empty(1, 4, 1, 16)] * 3
+    torch.set_num_threads(2)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert native.attention_fits(*heads, dtype, 1, 8192) and not native.attention_fits(*heads, dtype, 1, 8193)
+
+
 def test_logits_become_the_slope_of_their_loss():
     logits, targets = 4 * draw(6, 3001), torch.tensor([0, 3000, 17, 5, 5, 1024])
     exact = logits.double().requires_grad_()

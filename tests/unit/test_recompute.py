@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig
 from duoka.data.feed.loader import GlobalBatch, pack_segments
 from duoka.data.tokens.template import Sample
+from duoka.model import native
 from duoka.model.build import LossModel, load_model
 from duoka.model.request import ModelRequest
 from duoka.parallel.apply import parallelize
@@ -51,8 +52,23 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.fixture
+def torchs_own(monkeypatch):
+    """Without the compiled kernel, which selective recompute goes without too."""
+    monkeypatch.setattr(native, "attention_fits", lambda *_: False)
+
+
+@pytest.mark.skipif(native.find() is None, reason="no C++ compiler")
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("full", 2)])
+def test_the_compiled_kernel_runs_once_unless_all_is_redone(tiny_model, monkeypatch, recompute, times):
+    calls, forward = [], native.Attention.forward
+    monkeypatch.setattr(native.Attention, "forward", staticmethod(lambda *a: (calls.append(1), forward(*a))[1]))
+    step_under(recompute, tiny_model, batch_of([[20, 7, 11], [3, 9], [31]]))
+    assert len(calls) == times * LAYERS * MICRO_BATCHES
+
+
 @pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 1), ("full", 2)])
-def test_attention_of_a_document_is_computed_once_unless_all_is_redone(tiny_model, recompute, times):
+def test_attention_of_a_document_is_computed_once_unless_all_is_redone(tiny_model, torchs_own, recompute, times):
     batch = batch_of([[20]] * MICRO_BATCHES)
     with Counted() as counted:
         step_under(recompute, tiny_model, batch)
@@ -74,7 +90,7 @@ def plain_attention(query, key, value, edges, scale):
 
 
 @pytest.fixture
-def cpu_kernel(monkeypatch):
+def cpu_kernel(monkeypatch, torchs_own):
     """torch's operator for packed rows, with a body that a CPU can run; how often it ran forward and backward."""
     import duoka.model.attention as room
 

@@ -166,7 +166,7 @@ def unread_bytes(work: Work, layout: Layout, number: int) -> float:
     of_hidden = [one for one in attention[:-1] if one.num_in == shape.hidden_size]
     total: float = width * shape.hidden_size * unread(of_hidden)
     # Attention keeps its own output; the product's are documents' joined outputs, and the rounded form.
-    if is_fp8 or layout.sp > 1 or (layout.packing and not narrow):
+    if is_fp8 or layout.sp > 1 or (layout.packing and not has_own_attention(work, layout)):
         total += width * shape.q_size / layout.tp * unread(attention[-1:])
     inside = [one for one in shape.linears if one.name.startswith("mlp.")]
     if shape.experts is None:
