@@ -72,8 +72,7 @@ def _step(
 ) -> tuple[list[bool], bool]:
     """One optimizer step, recorded; returns for each question whether any rank answers yes, and whether it learned.
 
-    No answers: it went back to an earlier step.
-    A batch whose numbers are not finite is left out, or undone, as `faults.nonfinite` says.
+    No answers: it went back to an earlier step, for `faults.nonfinite` says so of numbers that are not finite.
     """
     contents, settings, world, state = run.contents, run.settings, run.world, run.contents.state
     lr = settings.rate_of(state.step + 1)
@@ -88,21 +87,22 @@ def _step(
             clip=settings.config.optim.clip, local_flags=local_flags, observer=run.moments,
         )  # fmt: skip
 
-    if run.stage.teaches_nothing(batch):
-        return run.nonfinite.leaves_out(batch, state, local_flags()), False
-    result = run.guard.until_it_fits(attempt, batch)
+    if why := run.stage.why_left_out(batch):
+        result = run.nonfinite.leave_out(batch, state.step + 1, why, local_flags())
+    else:
+        result = run.guard.until_it_fits(attempt, batch)
     result.times.data_s = data_s
-    if result.is_finite and state.step == 0:
+    if result.is_finite and not why and not state.num_targets:
         run.stage.check_first(result.metrics, run.plan.layout.precision)
     if not result.is_finite and run.nonfinite.goes_back(batch, contents, result.loss, result.norm):
         return [], False
     state.advance(batch)
     inject.strike_weights(contents.engine.named_trainable(), state.step, world.rank)
-    if result.is_finite:
+    if result.is_finite and (not why or batch.facts):  # rewards of answers are known without learning from them
         counts = {"num_targets": batch.global_targets, "num_tokens": batch.num_tokens, "num_samples": batch.num_samples}
         numbers = {"epoch": round(batch.epochs_done, 4), "loss": result.loss, "grad_norm": result.norm, "lr": lr}
         run.record.step(state, numbers | counts, result, time.perf_counter() - started)
-    return [count > 0 for count in result.flag_counts], result.is_finite
+    return [count > 0 for count in result.flag_counts], result.is_finite and not why
 
 
 def _evaluate(run: Run, is_stopped: Callable[[], bool]) -> bool:

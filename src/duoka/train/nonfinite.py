@@ -16,8 +16,8 @@ from duoka.errors import WorkerFailed
 from duoka.store.contents import Contents
 from duoka.store.resume import choose_checkpoint
 from duoka.store.saving import Saver
-from duoka.store.state import TrainState
 from duoka.train.record import Recorder
+from duoka.train.step import StepResult
 
 MOST_IN_A_ROW = 10
 
@@ -67,13 +67,12 @@ class NonFinite:
         self.record.say(text)
         return True
 
-    def leaves_out(self, batch: GlobalBatch, state: TrainState, flags: list[float]) -> list[bool]:
+    def leave_out(self, batch: GlobalBatch, step: int, why: str, flags: list[float]) -> StepResult:
         """A batch in which no rank has anything to learn: nothing is computed; `flags` are summed as at any step."""
-        state.advance(batch)
-        text = f"step {state.step}: its batch of {batch.num_samples} holds no token to learn, and was left out"
-        self.record.event("warning", step=state.step, text=text)
+        text = f"step {step}: {why}"
+        self.record.event("warning", step=step, text=text)
         self.record.say(text)
-        return [count > 0 for count in self.record.world.sum(flags)]
+        return StepResult(metrics=batch.facts, flag_counts=self.record.world.sum(flags))
 
     def _end(self, batch: GlobalBatch, step: int, loss: float, norm: float) -> WorkerFailed:
         what = "loss" if not math.isfinite(loss) else "gradient"

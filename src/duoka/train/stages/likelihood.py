@@ -21,8 +21,11 @@ class Likelihood(Stage):
         goal = Goal(self.config.train.label_smoothing, by_probability=self.config.train.loss == "dft")
         return LossModel(lm, goal, own_logits=own_logits)
 
-    def teaches_nothing(self, batch: GlobalBatch) -> bool:
-        return not batch.global_targets  # rows in which each document has one token: a mean over them is 0/0
+    def why_left_out(self, batch: GlobalBatch) -> str:
+        if batch.global_targets:
+            return ""
+        # Rows in which each document has one token: a mean over them is 0/0.
+        return f"its batch of {batch.num_samples} holds no token to learn, and was left out"
 
     def denominators(self, batch: GlobalBatch) -> Mapping[str, float]:
         return {"tokens": batch.global_targets}

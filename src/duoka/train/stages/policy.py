@@ -150,6 +150,15 @@ class Policy(Stage):
         if self._feed is not None:
             self._feed.close()
 
+    def why_left_out(self, batch: GlobalBatch) -> str:
+        if batch.global_targets:
+            return ""
+        # Its gradient would be 0, and momentum and weight decay would move the weights all the same.
+        what = ["have no reward"]
+        what += ["are to a prompt all of whose answers got one reward"] if self.row.drop_equal else []
+        what += ["were cut"] if self.rl.truncated == "mask" else []
+        return f"none of its answers is learned from, as all {' or '.join(what)}; the weights stay as they are"
+
     def denominators(self, batch: GlobalBatch) -> Mapping[str, float]:
         answers, tokens = max(1.0, float(batch.num_samples)), max(1.0, float(batch.global_targets))
         counts = {"tokens": tokens, "answers": answers, "length": answers * self.rl.max_new_tokens}

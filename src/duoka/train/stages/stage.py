@@ -95,9 +95,9 @@ class Stage(ABC):
         """The model that is trained, before its layout is laid on it; `own_logits` is LossModel's."""
         return LossModel(lm, own_logits=own_logits)
 
-    def teaches_nothing(self, batch: GlobalBatch) -> bool:
-        """Whether a global batch holds nothing to learn from, on no rank: it is left out. By default, none is so."""
-        return False
+    def why_left_out(self, batch: GlobalBatch) -> str:
+        """Of a global batch that holds nothing to learn from, on no rank: why; it is left out. By default, none is."""
+        return ""
 
     @abstractmethod
     def denominators(self, batch: GlobalBatch) -> Mapping[str, float]: ...
