@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import OWN_SCRIPT, run_duoka, start_duoka
@@ -81,6 +82,19 @@ def test_torchrun_and_our_own_launcher_train_the_same_and_print_once(home: Path)
     assert all(code != 0 for code, _, _ in refused)
     said = "".join(err for _, _, err in refused)
     assert said.count("train.seed: 42 there, 7 now") == 1, f"refused with what differs, by one rank: {said}"
+
+
+def test_what_mpirun_starts_is_one_world(home: Path) -> None:
+    how: dict[str, Any] = {"cwd": home, "merged": False}
+    job = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MASTER_PORT": str(free_port())}
+    ranks = [
+        start_duoka("train", "sft.yaml", env={**job, "PMI_RANK": rank, "MPI_LOCALRANKID": rank}, **how) for rank in "10"
+    ]
+    outputs = ended_well(ranks)
+    said = "".join(out for out, _ in outputs)
+    status = read_status(RunFolder(home / "runs/sft"))
+    assert said.count("\nstep     1 ") == 1, said
+    assert status is not None and (status.state, status.world_size) == ("done", 2)
 
 
 def test_a_rank_of_a_training_run_that_is_killed_is_named_with_its_step(home: Path) -> None:

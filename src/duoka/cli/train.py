@@ -63,8 +63,10 @@ def command(
     from duoka.process.environ import read_rank_environment
     from duoka.process.kubernetes import adopt_pod_place, lonely_pod
     from duoka.process.lifeline import is_supervised
+    from duoka.process.mpi import mpi_variables
     from duoka.process.slurm import slurm_variables, unused_nodes
 
+    os.environ.update(mpi_variables(os.environ))  # first: mpirun in a Slurm job starts its helpers as a step
     os.environ.update(slurm_variables(os.environ))
     adopt_pod_place(os.environ)
     place = read_rank_environment()
