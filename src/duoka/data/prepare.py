@@ -41,7 +41,7 @@ from duoka.runs.cache import cache_folder, file_version, hold_lock, is_settled, 
 from duoka.runs.folder import read_json, write_json_atomic
 from duoka.units import format_count, format_seconds, parse_amount
 
-TOKENS_VERSION = 7  # raise it when the same input would give other tokens
+TOKENS_VERSION = 8  # raise it when the same input would give other tokens
 PIECE_BYTES = (256 << 10, 4 << 20)
 _SAY_EVERY_S = 2.0
 _SHOWN_SKIPPED = 3

@@ -67,10 +67,13 @@ class Chat:
                 return
             if number == MOST_CALLS:
                 break
-            self.messages[-1]["tool_calls"] = [{"type": "function", "function": as_asked(call)} for call in calls]
+            self.messages[-1]["tool_calls"] = [
+                {"id": call["id"], "type": "function", "function": as_asked(call)} for call in calls
+            ]
             for call in calls:
                 answer = call_tool(self.tools, call)
-                self.messages.append({"role": "tool", "content": answer})
+                beside = {"name": call["function"]["name"], "tool_call_id": call["id"]}
+                self.messages.append({"role": "tool", "content": answer, **beside})
                 yield f"[{call['function']['name']} {call['function']['arguments']} -> {answer}]\n"
         yield f"(after {MOST_CALLS} rounds of calls no more are made)"
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import string
 from typing import Any
 
+_LETTERS = string.ascii_letters + string.digits
 _MARKED = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
@@ -33,7 +35,7 @@ def _call(text: str) -> dict[str, Any] | None:
         return None
     said = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {
-        "id": f"call_{secrets.token_hex(12)}",
+        "id": "".join(secrets.choice(_LETTERS) for _ in range(9)),  # Mistral's templates take nothing else
         "type": "function",
         "function": {"name": raw["name"], "arguments": said},
     }

@@ -16,10 +16,12 @@ from duoka.registry import nearest
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. `tool_calls` is a JSON list of {"name", "arguments"}, in an assistant's turn only.
+    """One turn. `tool_calls` is a JSON list of {"name", "arguments"}, and "id" where data have one, in an assistant's
+    turn only.
 
     `is_learned` False: an assistant's turn that stands there as context alone (OpenAI's `weight: 0`). `reasoning`: what
-    stands beside an answer (`reasoning_content`); one that is written into the answer is `content`.
+    stands beside an answer (`reasoning_content`); one that is written into the answer is `content`. `name`: who speaks,
+    or which tool. `call_id`: the call that a tool answers.
     """
 
     role: str
@@ -27,6 +29,8 @@ class Message:
     tool_calls: str | None = None
     is_learned: bool = True
     reasoning: str = ""
+    name: str = ""
+    call_id: str = ""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def check_order(messages: list[Message], *, ends: str = "assistant") -> None:
 
 def check_all_whole(messages: Sequence[Message]) -> None:
     for place, message in enumerate(messages, start=1):
-        check_whole(message.content + message.reasoning, f"message {place}")
+        check_whole(message.content + message.reasoning + message.name + message.call_id, f"message {place}")
         check_whole(message.tool_calls or "", f"the tool call of message {place}")
 
 

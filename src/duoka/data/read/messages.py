@@ -110,13 +110,20 @@ def read_turn(turn: Any, place: int, tags: Mapping[str, str]) -> Message:
     content, calls = turn.get(content_tag), turn.get("tool_calls")
     if role == "function":
         return Message("assistant", "", _read_calls(content, place), _is_learned(turn, place), _read_reasoning(turn))
+    # Words of OpenAI's messages, which templates know; in another's they may be columns of its own.
+    beside = read_names(turn, role) if role_tag == "role" else {}
     if role != "assistant":
-        return Message(role, _read_content(content, place, content_tag))
-    learned, reasoning = _is_learned(turn, place), _read_reasoning(turn)
+        return Message(role, _read_content(content, place, content_tag), **beside)
+    beside |= {"is_learned": _is_learned(turn, place), "reasoning": _read_reasoning(turn)}
     if calls is not None and calls != []:
-        said = _read_content(content or "", place, content_tag)
-        return Message(role, said, _read_calls(calls, place), learned, reasoning)
-    return Message(role, _read_content(content, place, content_tag), None, learned, reasoning)
+        return Message(role, _read_content(content or "", place, content_tag), _read_calls(calls, place), **beside)
+    return Message(role, _read_content(content, place, content_tag), **beside)
+
+
+def read_names(turn: Mapping[str, Any], role: str) -> dict[str, Any]:
+    """Who speaks, and of a tool which call it answers, as `Message` has them; tables have a null for neither."""
+    keys = {"name": "name", "tool_call_id": "call_id"} if role == "tool" else {"name": "name"}
+    return {ours: turn[key] for key, ours in keys.items() if isinstance(turn.get(key), str)}
 
 
 def _read_reasoning(turn: dict[str, Any]) -> str:
@@ -169,7 +176,7 @@ def _read_content(content: Any, place: int, name: str) -> str:
 
 
 def _read_calls(calls: Any, place: int) -> str:
-    """Tool calls in any spelling (OpenAI's list, ShareGPT's JSON text) -> a JSON list of name and arguments."""
+    """Tool calls in any spelling (OpenAI's list, ShareGPT's JSON text) -> a JSON list of name, arguments, and id."""
     rule = f"the tool call of message {place} is no object with 'name' and 'arguments'"
     fix = 'write {"name": "search", "arguments": {"query": "..."}}'
     try:
@@ -187,7 +194,11 @@ def _read_calls(calls: Any, place: int) -> str:
                 arguments = json.loads(arguments)
             except (ValueError, RecursionError):
                 raise BadRecord(f"the tool call of message {place} has arguments that are no JSON", fix) from None
-        out.append({"name": inner["name"], "arguments": arguments})
+        number = call.get("id")
+        out.append(
+            {"name": inner["name"], "arguments": arguments}
+            | ({"id": number} if number and isinstance(number, str) else {})
+        )
     if not out:
         raise BadRecord(rule, fix)
     return json.dumps(out, ensure_ascii=False)

@@ -88,7 +88,7 @@ def _messages(
     said = []
     for place, message in enumerate(messages, start=1):
         beside = as_key(message, place, tokenizer.reasoning_keys[bool(tools)]) if message.reasoning else {}
-        said.append({**_message(message.role, message.content, message.tool_calls), **beside})
+        said.append({**_message(message), **beside})
     return break_up(said, tokenizer.special_texts)
 
 
@@ -121,15 +121,20 @@ def knows_tools(tokenizer: ChatTokenizer, tools: list[dict[str, Any]]) -> bool:
         return False
 
 
-def tool_turn(answers: Sequence[str], tools: list[dict[str, Any]], tokenizer: ChatTokenizer) -> list[int]:
-    """The ids of what tools answered, from behind the assistant's end of turn to where it speaks again.
+def tool_turn(
+    answers: Sequence[str], tools: list[dict[str, Any]], tokenizer: ChatTokenizer, names: Sequence[str] = ()
+) -> list[int]:
+    """The ids of what tools of these names answered, from behind the assistant's end of turn to where it speaks again.
 
     They are what the template writes behind any answer, so that of what the model said no token is encoded anew.
     Raises BadRecord where the template cannot tell one from the other.
     """
-    call = json.dumps([{"name": tools[0]["function"]["name"], "arguments": {}}])
-    asked = (Message("user", "?"), Message("assistant", "!", call))
-    said, mark = _messages((*asked, *(Message("tool", answer) for answer in answers)), tokenizer, None)
+    called = names or [tools[0]["function"]["name"]] * len(answers)
+    # Templates may want an id of each call (Mistral's, of nine letters); one that was drawn would change with each run.
+    told = [Message("tool", text, name=called[at], call_id=f"call{at:05d}") for at, text in enumerate(answers)]
+    # One call alone before the answers, however many: Llama 3.1's template takes no more in a turn.
+    call = json.dumps([{"id": told[0].call_id, "name": called[0], "arguments": {}}])
+    said, mark = _messages((Message("user", "?"), Message("assistant", "!", call), *told), tokenizer, None)
     before = _render(tokenizer, said[:2], tools, turn=2)
     whole = _render(tokenizer, said, tools, turn=len(said), prompt=True)
     at = _trim_end(before, 0, len(before), tokenizer)
@@ -292,12 +297,18 @@ def _unstable(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], place: i
     )
 
 
-def _message(role: str, content: str, tool_calls: str | None) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": role, "content": content}
-    if tool_calls is not None:
-        calls = json.loads(tool_calls)
-        message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-    return message
+def _message(message: Message) -> dict[str, Any]:
+    """As templates take it, in OpenAI's words; what data do not say is not there, and a template may ask for it."""
+    said: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls is not None:
+        said["tool_calls"] = [_tool_call(call) for call in json.loads(message.tool_calls)]
+    beside = {"name": message.name, "tool_call_id": message.call_id}
+    return said | {key: value for key, value in beside.items() if value}
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    number = {"id": call.pop("id")} if "id" in call else {}
+    return {**number, "type": "function", "function": call}
 
 
 def _cuts_inside_tokens(tokens: Tokens, spans: list[Span]) -> list[int]:

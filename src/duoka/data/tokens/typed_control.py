@@ -14,7 +14,7 @@ from typing import Any
 from duoka.data.tokens.reasoning import KEYS
 
 Span = tuple[int, int]
-_TEXTS = ("content", *KEYS)  # of a message
+_TEXTS = ("content", "name", "tool_call_id", *KEYS)  # of a message
 _PRIVATE = range(0xE000, 0xF900)  # letters that mean nothing by themselves
 
 

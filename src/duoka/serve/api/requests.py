@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from duoka.data.read.example import BadRecord, Message
+from duoka.data.read.messages import read_names
 from duoka.data.tokens.reasoning import KEYS
 from duoka.data.tokens.template import encode_prompt, knows_tools, render_prompt
 from duoka.data.tokens.tokenizer import ChatTokenizer
@@ -214,7 +215,7 @@ def _message(raw: Any, param: str, knows_reasoning: bool) -> Message:
     thoughts = [raw[key] for key in KEYS if role == "assistant" and knows_reasoning and isinstance(raw.get(key), str)]
     reasoning = next((thought for thought in thoughts if thought.strip()), "")
     called = _tool_calls(calls, f"{param}.tool_calls") if calls else None
-    return Message(role, content, called, reasoning=reasoning)
+    return Message(role, content, called, reasoning=reasoning, **read_names(raw, role))
 
 
 def _content(raw: Any, param: str, *, may_be_none: bool) -> str:
@@ -234,9 +235,11 @@ def _content(raw: Any, param: str, *, may_be_none: bool) -> str:
 def _tool_calls(raw: Any, param: str) -> str:
     try:
         calls = [
-            {"name": one["function"]["name"], "arguments": json.loads(one["function"]["arguments"])} for one in raw
+            {"name": one["function"]["name"], "arguments": json.loads(one["function"]["arguments"])}
+            | ({"id": one["id"]} if isinstance(one.get("id"), str) else {})
+            for one in raw
         ]
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, AttributeError):
         raise BadRequest(f"{param} must be a list of function calls whose arguments are JSON", param) from None
     return json.dumps(calls, ensure_ascii=False)
 

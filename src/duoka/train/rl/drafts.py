@@ -77,7 +77,8 @@ class ToolTurns:
                 one.calls.append({"name": call["function"]["name"], "arguments": arguments_of(call), "answer": text})
             if not calls:
                 continue
-            ids = tool_turn(said, self.pool.schemas, self.tokenizer)
+            names = [call["function"]["name"] for call in calls]
+            ids = tool_turn(said, self.pool.schemas, self.tokenizer, names)
             if len(ids) >= room(one):  # nothing could be said after it: the answer is cut here
                 one.ended = False
                 continue
