@@ -132,3 +132,37 @@ def test_a_rank_that_left_with_exit_code_0_is_named_when_the_others_wait_for_it(
         if found := watch.look(left=[2]):
             break
     assert found.rank == 2 and "rank 2 of 3 left early, with exit code 0, and no other rank has moved" in found.lines[0]
+
+
+def test_a_rank_that_hangs_before_its_first_heartbeat_is_named(run, clock):
+    waiting = Heart(run, 0)
+    waiting.beat.is_inside = True
+    waiting.begin_exchange("meeting of all processes")
+    watch, found = HangWatch(run, 20.0), None
+    while found is None and clock[0] < 5000:
+        clock[0] += 5.0
+        found = watch.look(running={0: os.getpid(), 1: os.getppid()})
+    assert 2800 < clock[0] < 2830, "it is given the half hour of loading"
+    assert found.rank == 1 and "rank 1 of 2 has not moved" in found.lines[0]
+    assert f"rank 1 (pid {os.getppid()}), silent for" in found.lines[1] and "has begun nothing yet" in found.lines[1]
+    assert "meeting of all processes, in which it waits" in found.lines[2]
+
+
+def test_a_world_without_any_heartbeat_hangs_too_and_one_of_scripts_does_not(run, clock):
+    watch, scripts = HangWatch(run, None), HangWatch(run, None)
+    found = None
+    for _ in range(1000):
+        clock[0] += 5.0
+        found = found or watch.look(running={0: os.getpid(), 1: os.getppid()})
+        assert scripts.look() is None
+    assert found is not None and "every rank has not moved" in found.lines[0]
+
+
+def test_a_rank_that_left_before_its_first_heartbeat_is_named(run, clock):
+    waiting = Heart(run, 0)
+    waiting.begin_exchange("meeting of all processes")
+    watch, found = HangWatch(run, 20.0), None
+    while found is None and clock[0] < 5000:
+        clock[0] += 5.0
+        found = watch.look(left=[1], running={0: os.getpid()})
+    assert found.rank == 1 and "rank 1 of 2 left early, with exit code 0" in found.lines[0]

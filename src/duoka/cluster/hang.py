@@ -11,7 +11,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from duoka.runs.folder import RunFolder
@@ -23,6 +23,7 @@ STOPPED_S = 60.0  # a rank that the system shows as stopped needs no patience be
 _LOOK_EVERY_S = 0.5
 _AWAY_S = 10.0  # a pause of our own that says nothing about the ranks
 _STACKS_S = 3.0
+_NONE_YET = -1  # the count of a rank that has written no heartbeat
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,20 @@ class HangWatch:
         self._seen: dict[int, _Seen] = {}
         self._looked_at = 0.0
 
-    def look(self, left: Sequence[int] = ()) -> Hang | None:
-        """Cheap; looks twice a second, however often it is called. `left`: ranks that ended with exit code 0."""
+    def look(self, left: Sequence[int] = (), running: Mapping[int, int] | None = None) -> Hang | None:
+        """Cheap; looks twice a second, however often it is called. `left`: ranks that ended with exit code 0.
+
+        `running`: pids of those that will write heartbeats, and may hang before their first.
+        """
         now = time.monotonic()
         away_s = now - self._looked_at
         if self.after_s == math.inf or away_s < _LOOK_EVERY_S:
             return None
         self._looked_at = now
         beats = read_beats(self.run)
+        for rank, pid in (running or {}).items():
+            if rank not in beats and (rank not in self._seen or self._seen[rank].count == _NONE_YET):
+                beats[rank] = Beat(rank, pid, count=_NONE_YET)
         for rank, beat in beats.items():
             self._note(rank, beat, now)
         if away_s > _AWAY_S:  # this process was stopped itself, or this is its first look
@@ -85,14 +92,13 @@ class HangWatch:
         silent_s = min(now - self._seen[rank].moved_at for rank in beats)
         if silent_s <= allowed_s and held_s <= min(STOPPED_S, self.after_s or STOPPED_S):
             return None
-        gone = [rank for rank in left if rank in beats]
-        culprits = sorted(stopped) or gone or find_last(beats)
-        first, step = culprits[0], max(beat.step for beat in beats.values())
-        who = f"rank {first} of {len(beats)}" if len(culprits) < len(beats) else "every rank"
+        culprits = sorted(stopped) or list(left) or find_last(beats)
+        first, step, size = culprits[0], max(beat.step for beat in beats.values()), len(beats.keys() | set(left))
+        who = f"rank {first} of {size}" if len(culprits) < size else "every rank"
         what = "has not moved"
         if stopped:
             what = "is stopped (SIGSTOP, a debugger, a frozen container)"
-        elif gone:
+        elif left:
             what = f"{LEFT_EARLY}, and no other rank has moved"
         lines = [f"the run hangs after step {step}: {who} {what} for {format_seconds(held_s if stopped else silent_s)}"]
         lines += [self._describe(beats[rank], now) for rank in (culprits + sorted(beats))[: 1 + 8] if rank in beats]
@@ -102,7 +108,9 @@ class HangWatch:
         seen = self._seen[beat.rank]
         stopped = ", stopped" if seen.stopped_at is not None else ""
         silent = format_seconds(now - seen.moved_at)
-        return f"  rank {beat.rank} (pid {beat.pid}{stopped}), silent for {silent}: {describe_place(beat)}"
+        place = "it imports packages or reads its config, and has begun nothing yet"
+        place = place if beat.count == _NONE_YET else describe_place(beat)
+        return f"  rank {beat.rank} (pid {beat.pid}{stopped}), silent for {silent}: {place}"
 
     def write_stacks(self) -> str:
         """Every rank's Python stacks into the run folder; returns where. Stopped ones get SIGCONT for it."""

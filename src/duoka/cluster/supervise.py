@@ -155,7 +155,8 @@ class _World:
         if self._is_over or self.request.stop_by or self.hang:
             return
         left = [one.rank for one in self.ranks.watch.exits if one.code == 0]
-        hang = self._watch.look(left)
+        # A script of the user's own need not write heartbeats.
+        hang = self._watch.look(left, self.ranks.watch.running if self.spec.resumes else None)
         if hang is not None:
             where = self._watch.write_stacks()
             self.hang = replace(hang, lines=(*hang.lines, f"  {where}"))
