@@ -97,6 +97,27 @@ def test_what_mpirun_starts_is_one_world(home: Path) -> None:
     assert status is not None and (status.state, status.world_size) == ("done", 2)
 
 
+def test_a_rank_of_srun_that_is_asked_to_stop_while_it_loads_leaves_with_the_code_that_goes_on(home: Path) -> None:
+    """srun and a scheduler send the signal to each rank; here the other one never comes, and both wait for it."""
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for rank, name in ("0", "SIGUSR2"), ("1", "SIGTERM"):
+        env = {**place, "RANK": rank, "LOCAL_RANK": rank}
+        process = start_duoka("train", "sft.yaml", f"output=runs/{name}", cwd=home, env=env, merged=False)
+        waits = home / "runs" / name / (".join" if rank == "1" else "logs/beat-rank00000.json")
+        try:
+            deadline = time.monotonic() + 90
+            while not waits.exists() or (rank == "0" and "meeting" not in waits.read_text()):
+                assert time.monotonic() < deadline and process.poll() is None, process.said()
+                time.sleep(0.05)
+            time.sleep(0.5)
+            process.send_signal(getattr(signal, name))
+            _, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+        assert process.returncode == 75, err
+        assert ("stopped by SIGUSR2 while no step was trained" in err) == (rank == "0"), err
+
+
 def test_a_rank_of_a_training_run_that_is_killed_is_named_with_its_step(home: Path) -> None:
     process = start_duoka("train", "sft.yaml", "train.epochs=500", "--nproc", "2", cwd=home, merged=False)
     folder = RunFolder(home / "runs/sft")

@@ -1,15 +1,23 @@
 """Signals that ask the process a user started to leave, before it has ranks to pass them on to.
 
 `duoka train` prepares models and data under `leave_when_asked`: a SIGTERM or SIGHUP then unwinds what is under way
-(workers are ended, locks let go of) and is reported as what it is. Ranks never come here: they must die at once.
+(workers are ended, locks let go of) and is reported as what it is. Ranks of ours die of it at once, and their launcher
+knows what it asked for. Ranks that torchrun, srun or mpirun started have nobody who knows: they leave at once, in words
+and with the code of a run that goes on (`leave_at_once`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from duoka.process.exits import RESUME_ME
 
 _ASK_TO_LEAVE = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
@@ -39,3 +47,40 @@ def leave_when_asked() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def leave_at_once(*, speaks: bool) -> Iterator[None]:
+    """End this process with 75 when a signal asks, wherever it is; but while the training loop listens, it answers.
+
+    A handler alone would wait for what the main thread does in compiled code, such as for peers that have left.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def leave(number: int, frame: FrameType | None = None) -> None:
+        if speaks:
+            name = signal.Signals(number).name
+            text = f"stopped by {name} while no step was trained, with nothing new saved; the same command goes on\n"
+            os.write(2, text.encode())
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        os._exit(RESUME_ME)
+
+    def listen() -> None:
+        while byte := os.read(reader, 1):
+            if signal.getsignal(byte[0]) is leave:  # else the loop has taken over, or the signal is another one
+                leave(byte[0])
+
+    before = {n: signal.signal(n, leave) for n in _ASK_TO_LEAVE if signal.getsignal(n) is not signal.SIG_IGN}
+    told = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # A forked child would tell of its own signals here, and end its parent.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    threading.Thread(target=listen, name="duoka-asked-to-leave", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(told)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(writer)

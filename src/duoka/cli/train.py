@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from duoka.cluster.verdict import Verdict
     from duoka.config.loaded import Loaded
     from duoka.plan.hardware import Machine
+    from duoka.process.environ import RankEnvironment
     from duoka.runs.folder import RunFolder
 
 
@@ -62,7 +63,6 @@ def command(
     from duoka.errors import ConfigError
     from duoka.process.environ import read_rank_environment
     from duoka.process.kubernetes import adopt_pod_place, lonely_pod
-    from duoka.process.lifeline import is_supervised
     from duoka.process.mpi import mpi_variables
     from duoka.process.slurm import slurm_variables, unused_nodes
 
@@ -92,11 +92,21 @@ def command(
             where="RANK and WORLD_SIZE are set in the environment",
             fix="leave the flags to the launcher, or unset these variables",
         )
-    from duoka.cli.work import join_world, work_for_supervisor
+    return _be_a_rank(config, overrides, place)
 
-    if is_supervised():
-        return work_for_supervisor(config, place.rank)
-    return join_world(config, overrides, place)
+
+def _be_a_rank(config: str, overrides: tuple[str, ...], place: RankEnvironment) -> int:
+    from duoka.cli.asked_to_leave import leave_at_once
+    from duoka.process.lifeline import is_supervised, parent_pid
+
+    with contextlib.ExitStack() as leaves:
+        if parent_pid() != os.getppid():  # no launcher of ours, which would know what it asked for
+            leaves.enter_context(leave_at_once(speaks=place.rank == 0))
+        from duoka.cli.work import join_world, work_for_supervisor
+
+        if is_supervised():
+            return work_for_supervisor(config, place.rank)
+        return join_world(config, overrides, place)
 
 
 def _refuse_contradictions(slurm: str, k8s: str, out: str, sweep: tuple[str, ...], hosts: bool) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 RESUME_ME = 75
 # By which people, terminals and schedulers ask a run to stop. A scheduler sends them to every process of a job at once.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
-# How a process ends that such a signal reached before it listened: while it loads, and after its last step.
+# How a rank of ours ends that such a signal reached before it listened: while it loads, and after its last step.
 ENDED_BY_STOP = frozenset(code for number in STOP_SIGNALS for code in (-number, 128 + number))
 DRAIN_S = 3.0  # ranks whose peer died notice it by themselves, and can say so
 DRAIN_KILLED_S = 0.5  # after a SIGKILL: time enough to finish a checkpoint that only wants its name
