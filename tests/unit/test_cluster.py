@@ -136,10 +136,12 @@ def test_a_scheduler_that_signals_all_processes_while_they_load_stops_the_run(sp
     number = signal.Signals[name]
     verdict = judge(spec, RankExit(0, 1, -number, 1.0), RankExit(1, 1, 128 + number, 1.0), stopped_by=name)
     assert verdict.exit_code == 75 and f"stopped by {name} before anything could be saved" in verdict.lines[0]
-    assert judge_node(RankPlace(0, 2, 2, "10.0.0.1", 29500), RankExit(1, 1, -number, 1.0), name).exit_code == 75
+    place = RankPlace(0, 2, 2, "10.0.0.1", 29500)
+    assert judge_node(spec.run, place, RankExit(1, 1, -number, 1.0), name).exit_code == 75
     (spec.run.checkpoints / "step-00000040").mkdir()
     verdict = judge(spec, RankExit(0, 1, -number, 1.0), stopped_by=name)
     assert verdict.lines == (f"stopped by {name} with nothing new saved; the same command goes on from step-00000040",)
+    assert judge_node(spec.run, place, RankExit(1, 1, -number, 1.0), name).lines == verdict.lines
     assert judge(spec, RankExit(0, 1, -number, 1.0)).exit_code == 5, "nobody asked for an end"
 
 
@@ -346,11 +348,11 @@ def test_who_was_killed_by_its_own_launcher_is_not_told_that_nothing_in_duoka_ki
     assert verdict.lines[0].endswith("rank 1 of 4 did not leave when it was asked to, and was killed")
     place = RankPlace(0, 2, 2, "10.0.0.1", 29500)
     killed = RankExit(1, 1, -9, 1.0, by_us=True)
-    assert judge_node(place, killed, "SIGTERM").kind is Kind.NOT_STOPPING
-    assert "rank 1 of 4 was killed by SIGKILL" in judge_node(place, killed, "").lines[0]
-    asked = judge_node(place, RankExit(1, 1, -15, 1.0, by_us=True), "SIGHUP")
+    assert judge_node(spec.run, place, killed, "SIGTERM").kind is Kind.NOT_STOPPING
+    assert "rank 1 of 4 was killed by SIGKILL" in judge_node(spec.run, place, killed, "").lines[0]
+    asked = judge_node(spec.run, place, RankExit(1, 1, -15, 1.0, by_us=True), "SIGHUP")
     assert asked.exit_code == 75 and "stopped by SIGHUP before anything could be saved" in asked.lines[0]
-    assert "killed by signal 40" in judge_node(place, RankExit(1, 1, -40, 1.0), "").lines[0]
+    assert "killed by signal 40" in judge_node(spec.run, place, RankExit(1, 1, -40, 1.0), "").lines[0]
 
 
 def test_a_verdict_is_the_same_on_another_machine() -> None:

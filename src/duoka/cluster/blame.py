@@ -91,11 +91,16 @@ def _judge_stop(spec: WorldSpec, bad: list[RankExit], stopped_by: str) -> Verdic
     """All ranks left on request. Exit code 75: a checkpoint was saved, and rank 0 has printed so."""
     if any(one.code == StoppedEarly.exit_code for one in bad):
         return stopped()
-    if spec.resumes and (saved := list_checkpoints(spec.run.checkpoints)):
+    return stopped_unsaved(spec.run, stopped_by, resumes=spec.resumes)
+
+
+def stopped_unsaved(run: RunFolder, stopped_by: str, *, resumes: bool) -> Verdict:
+    """Of ranks that left on request while they loaded: they could not answer yet."""
+    if not resumes:
+        return stopped(f"stopped by {stopped_by}", 128 + getattr(signal, stopped_by))
+    if saved := list_checkpoints(run.checkpoints):
         return stopped(f"stopped by {stopped_by} with nothing new saved; the same command goes on from {saved[0].name}")
-    if spec.resumes:
-        return stopped(f"stopped by {stopped_by} before anything could be saved; the same command starts again")
-    return stopped(f"stopped by {stopped_by}", 128 + getattr(signal, stopped_by))
+    return stopped(f"stopped by {stopped_by} before anything could be saved; the same command starts again")
 
 
 def _judge_failure(spec: WorldSpec, exits: Sequence[RankExit], failures: dict[int, Failure]) -> Verdict:

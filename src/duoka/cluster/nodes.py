@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from duoka.cluster.blame import signal_name
+from duoka.cluster.blame import signal_name, stopped_unsaved
 from duoka.cluster.launch import ALLOW_LOOPBACK, check_port, wait_for_name
 from duoka.cluster.launcher import Say, Spec
 from duoka.cluster.meeting import Rules
@@ -24,6 +23,7 @@ from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, LEFT_AT_ONCE, Kind,
 from duoka.errors import ConfigError, Fault, Faults
 from duoka.process.exits import ENDED_BY_STOP, RankExit
 from duoka.process.interface import interface_environment, is_own_address
+from duoka.runs.folder import RunFolder
 from duoka.runs.stop_request import write_stop_request
 from duoka.units import parse_seconds
 
@@ -238,17 +238,16 @@ class FixedNodes:
                 ranks.close()
         if request.leave_now:
             return stopped(LEFT_AT_ONCE, INTERRUPTED)
-        return judge_node(place, ranks.watch.first_failure, request.stop_by, resumes=spec.resumes)
+        return judge_node(spec.run, place, ranks.watch.first_failure, request.stop_by, resumes=spec.resumes)
 
 
-def judge_node(place: RankPlace, end: RankExit | None, stopped_by: str, *, resumes: bool = True) -> Verdict:
+def judge_node(
+    run: RunFolder, place: RankPlace, end: RankExit | None, stopped_by: str, *, resumes: bool = True
+) -> Verdict:
     if end is None:
         return Verdict(Kind.DONE)
     if stopped_by and end.code in ENDED_BY_STOP:
-        if not resumes:
-            return stopped(f"stopped by {stopped_by}", 128 + getattr(signal, stopped_by))
-        # While it loaded: it could not answer yet.
-        return stopped(f"stopped by {stopped_by} before anything could be saved; the same command starts again")
+        return stopped_unsaved(run, stopped_by, resumes=resumes)
     if end.code < 0:
         name = signal_name(-end.code)
         fixes = ["  the same command on every node goes on from the newest checkpoint"] if resumes else []
