@@ -8,7 +8,10 @@ from worlds import free_port
 
 
 def save_checkpoints(model, folder, stages):
-    """In a world: two steps at each stage in bf16, a checkpoint, and beside it the fp32 weights and moments."""
+    """In a world: two steps at each stage in bf16, a checkpoint, and beside it the fp32 weights and moments.
+
+    Stage 0 is in fp32; "narrow" is stage 0 in bf16, with weights that decay and others in two groups.
+    """
     import deepspeed
     import torch.distributed as dist
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -21,12 +24,16 @@ def save_checkpoints(model, folder, stages):
     for stage in stages:
         torch.manual_seed(0)
         lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        is_narrow = stage == "narrow"
         settings = {
             "train_batch_size": 2, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
-            "bf16": {"enabled": stage > 0}, "data_types": {"grad_accum_dtype": "fp32"},
+            "zero_optimization": {"stage": 0 if is_narrow else stage, "stage3_param_persistence_threshold": 100},
+            "bf16": {"enabled": stage != 0}, "data_types": {"grad_accum_dtype": "bf16" if is_narrow else "fp32"},
         }  # fmt: skip
-        optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-2)
+        flat = [one for one in lm.parameters() if is_narrow and one.ndim < 2]
+        others = [one for one in lm.parameters() if not (is_narrow and one.ndim < 2)]
+        groups = [{"params": others}, *([{"params": flat, "weight_decay": 0.0}] if flat else [])]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
         engine, *_ = deepspeed.initialize(model=lm, optimizer=optimizer, config=settings)
         for seed in range(2):
             ids = torch.randint(0, 50, (1, 12), generator=torch.Generator().manual_seed(seed + 10 * dist.get_rank()))
@@ -34,9 +41,14 @@ def save_checkpoints(model, folder, stages):
             engine.step()
         place = Path(folder) / f"stage{stage}"
         engine.save_checkpoint(str(place), tag="global_step2")
-        known = {}
+        known, wide = {}, {}
+        if is_narrow:
+            pairs = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
+            wide = {id(ours): one for group in pairs for ours, one in zip(*group, strict=True)}
         for name, parameter in engine.module.named_parameters():
-            if stage:
+            if is_narrow:
+                known[name] = wide[id(parameter)].detach().clone()
+            elif stage:
                 known[name] = safe_get_full_fp32_param(parameter).clone()
                 known[f"exp_avg.{name}"] = safe_get_full_optimizer_state(parameter, "exp_avg").clone()
             else:

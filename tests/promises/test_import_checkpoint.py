@@ -16,7 +16,7 @@ from duoka.errors import ConfigError, DuokaError, StorageError
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
 pytestmark = pytest.mark.timeout(300)
-STAGES = (0, 1, 2, 3)
+STAGES = (0, "narrow", 1, 2, 3)
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +119,21 @@ def test_files_that_do_not_fit_together_are_refused(saved, tiny_model, tmp_path,
     refused("numbers|ends before")
     change(lambda state: state.clear())
     refused("written otherwise")
+
+
+def test_the_fp32_weights_of_a_16_bit_stage_0_are_told_by_their_values(saved, tiny_model, tmp_path):
+    """They lie beside the module without names: a group's as a list, or (DeepSpeed's fused optimizers) end to end."""
+    file = "mp_rank_00_model_states.pt"
+    place = tmp_path / "fused"
+    place.mkdir()
+    held = torch.load(saved / "stagenarrow" / "global_step2" / file, weights_only=False)
+    lists = held["optimizer"].pop("fp32_groups")
+    held["optimizer"]["fp32_groups_flat"] = [torch.cat([one.detach().flatten() for one in each]) for each in lists]
+    assert len(lists) == 2
+    torch.save(held, place / file)
+    assert "its fp32 weights" in import_from(place, tiny_model, tmp_path / "new")
+    check_weights(tmp_path / "new", saved / "stagenarrow")
+    held["optimizer"]["fp32_groups_flat"][0] += 1.0
+    torch.save(held, place / file)
+    told = import_from(place, tiny_model, tmp_path / "unknown")
+    assert "the 16-bit weights: whose the fp32 ones beside them are cannot be told" in told

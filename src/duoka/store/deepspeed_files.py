@@ -63,7 +63,7 @@ def read_deepspeed(folder: Path) -> Found:
     if (place / "zero").is_dir():
         return Found(_with_others(_universal(place / "zero", first), first), "universal", step)
     if not parts:
-        return Found({name: value for name, value in first["module"].items() if value is not None}, "stage 0", step)
+        return Found(*_of_stage0(first), step)
     try:
         states = [_load(part)["optimizer_state_dict"] for part in parts]
         _check_ranks(place, states, int(first.get("dp_world_size", len(states))))
@@ -124,6 +124,40 @@ def _check_ranks(place: Path, states: list[Any], num_ranks: int) -> None:
             f"{place} has optimizer states of {len(states)} ranks, and was written by {num_ranks}",
             fix="bring the other machines' files into this folder",
         )
+
+
+def _of_stage0(first: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], str]:
+    """The module's weights; of one that learned in 16 bits the fp32 ones, which lie beside it without names."""
+    narrow = {name: value for name, value in first["module"].items() if value is not None}
+    held = first.get("optimizer") or {}
+    apart = [torch.cat([one.flatten() for one in group]) for group in held.get("fp32_groups", ())]
+    lines = held.get("fp32_groups_flat") or apart
+    if not lines:
+        return narrow, "stage 0"
+    wide = _name_by_value([line.detach() for line in lines], narrow)
+    if wide is None:
+        return narrow, "stage 0, the 16-bit weights: whose the fp32 ones beside them are cannot be told"
+    return narrow | wide, "stage 0, its fp32 weights"
+
+
+def _name_by_value(lines: list[torch.Tensor], narrow: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """The weights in `lines`, groups of parameters end to end in the module's order: each rounds to the module's own.
+
+    None where that does not use up the lines.
+    """
+    places, wide, by_memory = [0] * len(lines), dict[str, torch.Tensor](), dict[tuple[int, torch.Size], torch.Tensor]()
+    for name, value in narrow.items():
+        memory = value.data_ptr(), value.shape
+        if memory in by_memory:  # a tied weight under its second name
+            wide[name] = by_memory[memory]
+            continue
+        for group, line in enumerate(lines):
+            part = line[places[group] : places[group] + value.numel()]
+            if len(part) == value.numel() and torch.equal(part.to(value.dtype), value.flatten()):
+                wide[name] = by_memory[memory] = part.view(value.shape)
+                places[group] += value.numel()
+                break
+    return wide if places == [len(line) for line in lines] else None
 
 
 def _of_stage2(place: Path, first: Mapping[str, Any], states: list[Any]) -> dict[str, torch.Tensor]:
