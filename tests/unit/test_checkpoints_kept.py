@@ -52,6 +52,24 @@ def save_under(store, resume, step, keep=9):  # noqa: F811
     return save_at(store, make_contents(step), step, keep)
 
 
+def test_a_number_is_a_step_of_this_run_and_is_said_by_its_folders_name(store, tmp_path, monkeypatch):  # noqa: F811
+    save_at(store, make_contents(1), 4)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "4").mkdir()  # by chance, where the command is typed
+    found, said = choose(store, "4")
+    assert found.name == "step-00000004" and said == []
+    with pytest.raises(StorageError, match=r"checkpoint.resume is '6': there is no step-00000006"):
+        choose(store, "6")
+    save_under(store, "4", 8)
+    found, said = choose(store, "4")
+    newest = "the newest of its own checkpoints is taken"
+    assert said == [f"this run began from step-00000004 and has gone on since: {newest}"]
+    with (store.folder / "step-00000008" / "state.json").open("a") as file:
+        file.write(" ")
+    with pytest.raises(StorageError, match=r"checkpoint.resume is '8', and step-00000008 is damaged"):
+        choose(store, "8")
+
+
 def test_a_damaged_checkpoint_of_a_run_that_began_elsewhere_does_not_pass_for_the_next_save(store):  # noqa: F811
     """It kept the name of the step that was saved next, which then was not written, and outlived the sound ones."""
     older, newer = save_under(store, "elsewhere", 5), save_under(store, "elsewhere", 10)

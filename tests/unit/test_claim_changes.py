@@ -71,7 +71,7 @@ def test_a_finished_run_goes_on_with_more_epochs(home: Path) -> None:
 
 def test_a_checkpoint_that_is_not_there_is_refused_at_once(home: Path) -> None:
     run = make_run(home)
-    with pytest.raises(ConfigError, match="there is no such checkpoint"):
+    with pytest.raises(ConfigError, match="resume is 7, and there is no checkpoint, folder or run step-00000007"):
         check_claim(load_config("sft.yaml", ["checkpoint.resume=7"]), run)
     (run.checkpoints / "step-00000007").mkdir()
     for spelled in ("7", "step-00000007", "step-00000007/", "runs/sft/", "sft"):

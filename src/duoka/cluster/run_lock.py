@@ -23,7 +23,7 @@ from duoka.errors import ConfigError, DuokaError, StorageError, typed
 from duoka.process.lifeline import parent_pid
 from duoka.runs.events import read_steps
 from duoka.runs.folder import RunFolder
-from duoka.runs.manifest import CONFIG, find_requested, has_whole, list_checkpoints
+from duoka.runs.manifest import CONFIG, find_requested, has_whole, list_checkpoints, requested_name
 from duoka.runs.status import is_alive, read_status
 
 ClaimKind = Literal["new", "resumed", "finished"]
@@ -86,7 +86,7 @@ def _check_resume(loaded: Loaded, run: RunFolder) -> None:
         return
     names = ", ".join(folder.name for folder in list_checkpoints(run.checkpoints))
     raise ConfigError(
-        f"checkpoint.resume is {resume}, and there is no such checkpoint, folder or run",
+        f"checkpoint.resume is {resume}, and there is no checkpoint, folder or run {requested_name(resume)}",
         fix=f"{run.checkpoints} has: {names or 'none'}",
     )
 

@@ -77,12 +77,18 @@ def find_requested(resume: str, run: RunFolder, base: Path) -> Path | None:
 
     A path from here or from the config's folder, a step or a checkpoint's name of this run, or the name of a run.
     """
-    given = given_path(resume)
-    own = folder_name(int(resume)) if resume.isdecimal() and len(resume) < 20 else resume
-    for place in (given, base / given, run.checkpoints / own, run.path.parent / given, Path("runs") / given):
+    given, own = given_path(resume), run.checkpoints / requested_name(resume)
+    # A number is a step of this run before it is a folder that happens to have that name.
+    first = (own,) if own.name != resume else ()
+    for place in (*first, given, base / given, own, run.path.parent / given, Path("runs") / given):
         if is_folder(place):
             return place / "checkpoints" if (place / "checkpoints").is_dir() else place
     return None
+
+
+def requested_name(resume: str) -> str:
+    """What `checkpoint.resume` asks for, in words for people: `resume: 4` is step-00000004."""
+    return folder_name(int(resume)) if resume.isdecimal() and len(resume) < 20 else resume
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -41,6 +41,7 @@ from duoka.runs.manifest import (
     is_checkpoint,
     list_checkpoints,
     read_manifest,
+    requested_name,
 )
 
 STATE = "state.json"
@@ -79,18 +80,21 @@ def choose_checkpoint(run: RunFolder, resume: str, base: Path, world: World, say
     if resume == "auto":
         return newest_valid(run.checkpoints, world, say, set_aside=True)
     if _has_begun_by(resume, run, world):
-        say(f"this run began from {resume} and has gone on since: the newest of its own checkpoints is taken")
+        name = requested_name(resume)
+        say(f"this run began from {name} and has gone on since: the newest of its own checkpoints is taken")
         return newest_valid(run.checkpoints, world, say, set_aside=True)
     asked = world.agree(find_requested(resume, run, base) if world.is_main else None)
     if asked is None:
-        raise StorageError(f"checkpoint.resume is {resume!r}: there is no such folder", fix=_what_there_is(run))
+        name = requested_name(resume)
+        raise StorageError(f"checkpoint.resume is {resume!r}: there is no {name}", fix=_what_there_is(run))
     if not is_checkpoint(asked):
         found = newest_valid(asked, world, say, set_aside=False)
         if found is None:
             raise StorageError(f"checkpoint.resume is {resume!r}: there is no checkpoint in {asked}")
         asked = found
     elif fault := find_damage(asked, world):
-        raise StorageError(f"checkpoint.resume is {resume!r}, which is damaged", where=fault, fix=_what_there_is(run))
+        what = f"checkpoint.resume is {resume!r}, and {asked.name} is damaged"
+        raise StorageError(what, where=fault, fix=_what_there_is(run))
     _set_newer_aside(asked, run, world, say)
     return asked
 
