@@ -210,3 +210,9 @@ def test_zero_plus_plus_is_written_and_read_and_wants_a_gpu() -> None:
     assert convert(f"{RUN}parallel: {{strategy: zero3, {PACKED}}}\n").exit_code == 0
     written = json.loads(Path("ds.json").read_text("utf-8"))["zero_optimization"]
     assert written["zero_quantized_weights"] and written["zero_quantized_gradients"]
+
+
+def test_activations_elsewhere_are_not_left_out_without_a_word() -> None:
+    lines = "parallel: {strategy: zero2, offload: {optimizer: host, activations: host}}\ntrain: {recompute: full}\n"
+    assert "activations: host, and no key of a DeepSpeed JSON moves those" in convert(lines).stderr
+    assert "activations" not in convert(lines.replace(", activations: host", "")).stderr

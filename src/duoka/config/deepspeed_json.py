@@ -150,6 +150,19 @@ def file_json(config: RunConfig, world_size: int, precision: str) -> tuple[dict[
         facts["communication_data_type"] = parallel.compress
     if parallel.tensor > 1:
         facts["tensor_parallel"] = {"autotp_size": parallel.tensor}
+    notes = _unsaid(config)
+    if config.train.max_steps is None:
+        notes.append("train.max_steps is not written, so the file has no scheduler: it counts steps, not epochs")
+    elif optim.schedule == "wsd":
+        notes.append("optim.schedule is wsd, which DeepSpeed does not have: the file has no scheduler")
+    else:
+        facts["scheduler"] = _scheduler(optim, config.train.max_steps)
+    return facts, notes
+
+
+def _unsaid(config: RunConfig) -> list[str]:
+    """What of a run is otherwise under DeepSpeed and a script of people's own, or is said nowhere in the file."""
+    parallel = config.parallel
     notes = [
         "DeepSpeed divides a loss by rank and micro-batch, not by the tokens of the global batch, and lets all weights "
         "decay; duoka with engine: deepspeed does neither",
@@ -159,15 +172,14 @@ def file_json(config: RunConfig, world_size: int, precision: str) -> tuple[dict[
             f"train_batch_size counts every sample {parallel.tensor} times, once for each rank that shares a matrix, "
             "as DeepSpeed counts; your script gives these ranks the same samples"
         )
+    if parallel.offloads.activations != "none":
+        notes.append(
+            f"parallel.offload has activations: {parallel.offloads.activations}, and no key of a DeepSpeed JSON moves "
+            "those of a model as it is: under your script they stay where the model computes"
+        )
     if config.train.micro_batch == "auto":
         notes.append("train.micro_batch is auto, which is 1 in this file")
-    if config.train.max_steps is None:
-        notes.append("train.max_steps is not written, so the file has no scheduler: it counts steps, not epochs")
-    elif optim.schedule == "wsd":
-        notes.append("optim.schedule is wsd, which DeepSpeed does not have: the file has no scheduler")
-    else:
-        facts["scheduler"] = _scheduler(optim, config.train.max_steps)
-    return facts, notes
+    return notes
 
 
 def _scheduler(optim: OptimConfig, steps: int) -> dict[str, Any]:
