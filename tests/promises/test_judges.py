@@ -73,7 +73,7 @@ def test_an_answer_s_reward_is_what_transformers_reads_from_the_judge(place, nam
     assert len(found) == 6
     line_break = judge_tokens(place)("\n", add_special_tokens=False)["input_ids"]
     for one in found:
-        ids = [*one["prompt_ids"], *one["ids"], *(line_break if one["ended"] else [])]
+        ids = [*one["prompt_ids"], *one["ids"], *(line_break if one["ended"] else [2, *line_break])]
         with torch.no_grad():
             hidden = judge(input_ids=torch.tensor([ids])).logits
         length, score = one["rewards"]
@@ -82,15 +82,15 @@ def test_an_answer_s_reward_is_what_transformers_reads_from_the_judge(place, nam
     assert len({round(one["rewards"][1], 6) for one in found}) > 3
 
 
-def test_an_answer_that_ended_is_scored_where_the_reward_model_learned_to(place):
-    """Data have a line break behind ChatML's last token, and nobody draws it."""
+def test_an_answer_is_scored_where_the_reward_model_learned_to(place):
+    """Data have a line break behind ChatML's last token, and nobody draws it; one that was cut is closed."""
     from transformers import AutoModelForSequenceClassification
 
     from duoka.config.schema import ModelConfig
     from duoka.data.prepare import read_tokenizer
     from duoka.data.read.example import Example, Message
     from duoka.data.tokens.template import encode
-    from duoka.model.answer import behind_answers
+    from duoka.model.answer import behind_answers, closing_of
     from duoka.tasks.rewards import Rewarded
     from duoka.train.rl.judges import Judges
     from duoka.train.rl.rollouts import Rollout
@@ -99,7 +99,7 @@ def test_an_answer_that_ended_is_scored_where_the_reward_model_learned_to(place)
     name = f"model:{place / 'judge whole'}"
     judges = Judges(
         [name], place, place / "model", dtype=torch.float32, device=torch.device("cpu"), pad_id=tokenizer.pad_id,
-        behind=behind_answers(tokenizer),
+        behind=behind_answers(tokenizer), closing=closing_of(tokenizer),
     )  # fmt: skip
     lm = AutoModelForSequenceClassification.from_pretrained(place / "judge whole" / "final", dtype=torch.float32).eval()
     for words in ("dog ring", "sum 多卡", "batch"):
@@ -112,8 +112,7 @@ def test_an_answer_that_ended_is_scored_where_the_reward_model_learned_to(place)
         given = judges.judge([ended, cut], [Rewarded(()), Rewarded(())], lambda: None)
         with torch.no_grad():
             wanted = lm(input_ids=torch.from_numpy(sample.input_ids.astype("int64"))[None]).logits.item()
-            unended = lm(input_ids=torch.tensor([[*parts[0], *parts[1][:-1]]])).logits.item()
-        assert [one.values[0] for one in given] == pytest.approx([wanted, unended], abs=1e-6)
+        assert [one.values[0] for one in given] == pytest.approx([wanted, wanted], abs=1e-6)
 
 
 def test_a_judge_of_its_own_padding_is_read_as_transformers_reads_it(place):

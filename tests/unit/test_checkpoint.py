@@ -376,7 +376,7 @@ def test_resume_from_a_named_checkpoint_or_never(store):
     assert choose(store, "step-00000005")[0] == older
     assert choose(store, f"{older}/")[0] == older
     assert choose(store, "never")[0] is None
-    with pytest.raises(StorageError, match="no such folder"):
+    with pytest.raises(StorageError, match="there is no step-00000007"):
         choose(store, "step-00000007")
 
 

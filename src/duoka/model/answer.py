@@ -134,6 +134,12 @@ def behind_answers(tokenizer: ChatTokenizer) -> dict[int, tuple[int, ...]]:
     return {} if end is None or not behind else {end: behind}
 
 
+def closing_of(tokenizer: ChatTokenizer) -> tuple[int, ...]:
+    """What the chat template writes behind an answer's last word, its end of turn first; empty where text might."""
+    end, behind = _find_end(tokenizer)
+    return () if end is None else (end, *behind)
+
+
 def _find_end(tokenizer: ChatTokenizer) -> tuple[int | None, tuple[int, ...]]:
     turns = (Message("user", "Hi"), Message("assistant", "Hello"))
     try:

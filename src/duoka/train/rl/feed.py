@@ -64,6 +64,8 @@ class Site:
             digest.update(file.read_bytes() if file is not None else b"")
         if self.judges.folders and self.judges.behind:
             digest.update(json.dumps(sorted(self.judges.behind.items())).encode())
+        if self.judges.folders and self.judges.closing:
+            digest.update(json.dumps(["closing", *self.judges.closing]).encode())
         for folder in self.judges.folders:
             adapter = folder / WEIGHTS
             digest.update(adapter.read_bytes() if adapter.is_file() else model_fingerprint(folder).encode())

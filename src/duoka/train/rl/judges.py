@@ -1,8 +1,9 @@
 """Reward models that judge answers: `model:FOLDER` among rl.rewards, a run of stage reward or a model as these are.
 
 Each answer is computed alone, by transformers' own forward pass, as `duoka score` does it: its reward depends on
-nothing else. It gets the tokens that were drawn, so it must read them as the trained model does; and behind an answer
-that ended what the chat template writes there, for a score is read at the last token, and was learned there.
+nothing else. It gets the tokens that were drawn, so it must read them as the trained model does; and behind them what
+the chat template writes there, for a score is read at the last token, and was learned there. An answer that was cut is
+closed for that too: at a token in the middle of a sentence a score was hardly ever learned, and says little.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Judges:
 
     def __init__(
         self, names: Sequence[str], base: Path, trained: Path, *, dtype: torch.dtype, device: torch.device,
-        pad_id: int, behind: Mapping[int, tuple[int, ...]],
+        pad_id: int, behind: Mapping[int, tuple[int, ...]], closing: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """`behind`: by the token that ended it, what stands behind an answer in data."""
-        self._names, self.behind = tuple(names), dict(behind)
+        """`behind`: by the token that ended it, what stands behind an answer in data; `closing`: behind one's words."""
+        self._names, self.behind, self.closing = tuple(names), dict(behind), tuple(closing)
         self._models: dict[str, Any] = {}
         self.folders: list[Path] = []
         for name in names:
@@ -70,7 +71,7 @@ class Judges:
             if name not in self._models:
                 values.append(next(given))
                 continue
-            behind = self.behind.get(one.ids[-1], ()) if one.ended else ()
+            behind = self.behind.get(one.ids[-1], ()) if one.ended else self.closing
             ids = torch.tensor([[*one.prompt_ids, *one.ids, *behind]], device=self._device)
             value = float(self._models[name](input_ids=ids, use_cache=False).logits[0, 0])
             values.append(value if math.isfinite(value) else None)

@@ -18,7 +18,7 @@ from duoka.data.build_feed import Feed
 from duoka.data.feed.loader import Batch, GlobalBatch, Loader
 from duoka.data.feed.prompts import PromptRows
 from duoka.errors import ConfigError
-from duoka.model.answer import behind_answers
+from duoka.model.answer import behind_answers, closing_of
 from duoka.model.build import LossModel, find_core
 from duoka.model.dropout import stop_dropout
 from duoka.model.dtypes import BY_PRECISION
@@ -108,6 +108,7 @@ class Policy(Stage):
         judges = Judges(
             rl.rewards, around.base, around.folder, dtype=dtype, device=device, pad_id=around.pad_id,
             behind=behind_answers(around.tokenizer()) if rl.judges else {},
+            closing=closing_of(around.tokenizer()) if rl.judges else (),
         )  # fmt: skip
         core: Any = find_core(engine.bare)
         site = Site(
