@@ -42,6 +42,18 @@ def test_axes_that_do_not_divide_the_world_are_told_the_nearest_that_do(axes, wo
         assert word in f"{fault.what} {fault.fix}"
 
 
+def test_no_axis_is_advised_that_the_model_does_not_allow():
+    """Of 8 heads with 4 for keys 4 ranks can have parts, of 9 with 3 they cannot."""
+    asked = ParallelConfig(tensor=3, strategy="fsdp")
+    even, odd = (check_axes(asked, 8, shape)[0].fix for shape in (EVEN, demo_shape()))
+    assert even == "share 8 as tensor: 4 / tensor: 2 / tensor: 1", "and 3 ranks could not share its heads on any number"
+    assert odd == "start another number, such as --nproc 6 or 9; or share 8 as tensor: 1"
+    (fault,) = check_axes(ParallelConfig(pipeline=64, strategy="zero1"), 96, EVEN)
+    assert fault.fix.startswith("share 96 as pipeline: 24 / ") and "pipeline: 48" not in fault.fix
+    named = ParallelConfig(layout="fsdp2.tp4", tensor=4, strategy="fsdp")
+    assert "fsdp1.tp4" in check_axes(named, 4)[0].fix and "tp2" not in check_axes(named, 4, demo_shape())[0].fix
+
+
 def test_an_axis_that_only_the_plan_knows_is_refused(monkeypatch):
     monkeypatch.setattr("duoka.plan.axes.TRAINABLE_AXES", ())
     config = RunConfig.model_validate({"model": "demo", "data": {"train": ["identity"]}, "parallel": {"pipeline": 2}})

@@ -58,7 +58,7 @@ def leave_at_once(*, speaks: bool) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
-    def leave(number: int, frame: FrameType | None = None) -> None:
+    def leave(number: int, frame: FrameType | None) -> None:
         if speaks:
             name = signal.Signals(number).name
             text = f"stopped by {name} while no step was trained, with nothing new saved; the same command goes on\n"
@@ -70,7 +70,7 @@ def leave_at_once(*, speaks: bool) -> Iterator[None]:
     def listen() -> None:
         while byte := os.read(reader, 1):
             if signal.getsignal(byte[0]) is leave:  # else the loop has taken over, or the signal is another one
-                leave(byte[0])
+                leave(byte[0], None)
 
     before = {n: signal.signal(n, leave) for n in _ASK_TO_LEAVE if signal.getsignal(n) is not signal.SIG_IGN}
     told = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from duoka.config.schema import ModelConfig
+    from duoka.config.schema import ModelConfig, RunConfig
     from duoka.plan.shape import ModelShape
 
 UNKNOWN_VOCABULARY = 65536  # of a new model whose tokenizer is not there yet
@@ -16,6 +17,23 @@ def read_model_shape(model: ModelConfig, base: Path) -> ModelShape:
     from duoka.plan.shape import shape_from_config
 
     return shape_from_config(read_model_facts(model, base), where=model.title)
+
+
+def shape_for_axes(config: RunConfig, base: Path) -> ModelShape | None:
+    """The model's, where axes are asked for and it can be told without the network; its faults are others' to say."""
+    model, parallel = config.model, config.parallel
+    if parallel.tensor * parallel.pipeline * parallel.sequence == 1:
+        return None
+    from duoka.errors import DuokaError
+    from duoka.hub.models import find_model, known_folder
+    from duoka.plan.shape import read_shape
+
+    with contextlib.suppress(DuokaError):
+        if find_model(model, base).hub_id is None:
+            return read_model_shape(model, base)
+        folder = known_folder(model, base)
+        return None if folder is None else read_shape(folder)
+    return None
 
 
 def read_model_facts(model: ModelConfig, base: Path) -> dict[str, Any]:

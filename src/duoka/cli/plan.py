@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from duoka.cli import processes
-from duoka.cli.model_facts import UNKNOWN_VOCABULARY, read_model_facts, read_model_shape
+from duoka.cli.model_facts import UNKNOWN_VOCABULARY, read_model_facts, read_model_shape, shape_for_axes
 
 if TYPE_CHECKING:
     from duoka.bench.dry_run import DryRun
@@ -160,7 +160,8 @@ def _find_subject(
     from duoka.plan.shape import shape_from_config
 
     def check_here(config: RunConfig, base: Path) -> list[Fault]:
-        return check_machine(config, place.machine, place.world_size, place.local_size)
+        shape = shape_for_axes(config, base)
+        return check_machine(config, place.machine, place.world_size, place.local_size, shape)
 
     start = Start(place.world_size, bool(place.machine.gpus))
     loaded = load_config(path, overrides, checks=(_check_shape, check_adapters, check_here), start=start)

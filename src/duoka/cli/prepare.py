@@ -15,6 +15,8 @@ import click
 
 if TYPE_CHECKING:
     from duoka.config.loaded import Loaded
+    from duoka.config.schema import RunConfig
+    from duoka.errors import Fault
     from duoka.plan.hardware import Machine
     from duoka.plan.report import Plan
     from duoka.runs.folder import RunFolder
@@ -24,19 +26,20 @@ def load_checked(
     config: str, overrides: tuple[str, ...], machine: Machine, world_size: int, *, local_size: int, say: bool = True
 ) -> Loaded:
     """The config with every check that needs no start; notes go to stderr."""
+    from duoka.cli.model_facts import shape_for_axes
     from duoka.config.load import Start, load_config
     from duoka.data.read.registry import check_data
     from duoka.hub.models import check_model
     from duoka.plan.choose import check_machine, check_packages
     from duoka.tasks.check import check_tasks
 
-    def check_here(config: object, base: Path) -> list[object]:
-        found = check_machine(config, machine, world_size, local_size)  # type: ignore[arg-type]
-        return [*found, *check_packages(config)]  # type: ignore[arg-type]
+    def check_here(config: RunConfig, base: Path) -> list[Fault]:
+        found = check_machine(config, machine, world_size, local_size, shape_for_axes(config, base))
+        return [*found, *check_packages(config)]
 
     checks = (check_model, check_data, check_tasks, check_here)
     start = Start(world_size, bool(machine.gpus))
-    loaded = load_config(config, overrides, checks=checks, start=start)  # type: ignore[arg-type]
+    loaded = load_config(config, overrides, checks=checks, start=start)
     for note in loaded.notes if say else ():
         click.echo(f"note: {note}", err=True)
     return loaded

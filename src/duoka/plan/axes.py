@@ -7,6 +7,8 @@ Asked before any process starts, of the world and of the model's shape. What a l
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from duoka.config.layout_name import read_layout_name
 from duoka.config.schema import ParallelConfig, RunConfig
@@ -61,8 +63,11 @@ def why_exchange(num_heads: int, num_ranks: int) -> str:
     return f"all-gather: {num_heads} heads do not divide by {num_ranks}, so each gathers keys and values of whole rows"
 
 
-def check_axes(parallel: ParallelConfig, world_size: int) -> list[Fault]:
-    """Axes that this version does not train with, or that do not divide the world."""
+def check_axes(parallel: ParallelConfig, world_size: int, shape: ModelShape | None = None) -> list[Fault]:
+    """Axes that this version does not train with, or that do not divide the world.
+
+    Others are advised as far as `shape` allows them, where it is known already.
+    """
     used = {axis: size for axis, size in axes_of(parallel).items() if size > 1}
     for axis in used:
         if axis not in TRAINABLE_AXES:
@@ -73,22 +78,20 @@ def check_axes(parallel: ParallelConfig, world_size: int) -> list[Fault]:
                     fix=f"delete it; what it would give:   duoka plan CONFIG --layout {axis}{used[axis]}",
                 )
             ]
-    if fault := _check_name(parallel, used, world_size):
+    fits = partial(_fits, parallel, shape)
+    if fault := _check_name(parallel, used, world_size, fits):
         return [fault]
     inner = math.prod(used.values())
     if world_size % inner == 0:
         return _check_schedule(parallel, world_size) or _check_expert_ranks(parallel, world_size)
     words = " x ".join(f"{KEYS[axis]} {size}" for axis, size in used.items())
     how = f"{words} is {inner} processes" if len(used) > 1 else f"{words} takes {inner} processes"
-    return [
-        Fault(
-            f"{how} for one copy of the model, and {world_size} are asked for, which is no multiple of it",
-            key=KEYS[next(iter(used))],
-            fix=f"start another number, such as --nproc {_nearest_multiples(world_size, inner)}"
-            + (f"; or share {world_size} as {layouts}" if (layouts := _nearest_layouts(used, world_size)) else "")
-            + _schedule_too(parallel, layouts),
-        )
-    ]
+    layouts = _nearest_layouts(used, world_size, fits)
+    fixes = [f"share {world_size} as {layouts}{_schedule_too(parallel, layouts)}"] if layouts else []
+    if fits(used) or not layouts:  # else other axes are what the model needs
+        fixes.insert(0, f"start another number, such as --nproc {_nearest_multiples(world_size, inner)}")
+    what = f"{how} for one copy of the model, and {world_size} are asked for, which is no multiple of it"
+    return [Fault(what, key=KEYS[next(iter(used))], fix="; or ".join(fixes))]
 
 
 def _schedule_too(parallel: ParallelConfig, words: str) -> str:
@@ -116,17 +119,31 @@ def _check_expert_ranks(parallel: ParallelConfig, world_size: int) -> list[Fault
     ]
 
 
-def _check_name(parallel: ParallelConfig, used: dict[str, int], world_size: int) -> Fault | None:
+def _fits(parallel: ParallelConfig, shape: ModelShape | None, sizes: Mapping[str, int]) -> bool:
+    """Whether the model's sizes allow these axes, as check_shape asks; of a model that is not known yet, any."""
+    tensor = sizes.get("tp", 1)
+    if shape is None:
+        return True
+    is_mixture = shape.experts is not None and parallel.expert == 1
+    if tensor > 1 and (is_mixture or any(size % tensor for size in _cut_sizes(shape).values())):
+        return False
+    return sizes.get("pp", 1) * stages_per_rank(parallel) <= max(shape.num_layers, stages_per_rank(parallel))
+
+
+def _check_name(
+    parallel: ParallelConfig, used: dict[str, int], world_size: int, fits: Callable[[Mapping[str, int]], bool]
+) -> Fault | None:
     """A layout that names its data ranks is of one number of processes."""
     name = None if parallel.layout is None else read_layout_name(parallel.layout)
     if name is None or name.dp is None or name.world_size == world_size:
         return None
     strategy = {"single": "zero1", "hsdp": "fsdp"}.get(name.strategy or "", name.strategy or "")
-    layouts = _nearest_layouts({"dp": name.dp, **used}, world_size, strategy)
+    layouts = _nearest_layouts({"dp": name.dp, **used}, world_size, fits, strategy)
     return Fault(
         f"parallel.layout {parallel.layout} is {name.world_size} processes, and {world_size} are asked for",
         key="parallel.layout",
-        fix=f"start   --nproc {name.world_size}   , or write one of {world_size}:   {layouts}",
+        fix=f"start   --nproc {name.world_size}"
+        + (f"   , or write one of {world_size}:   {layouts}" if layouts else ""),
     )
 
 
@@ -181,13 +198,17 @@ def check_shape(parallel: ParallelConfig, shape: ModelShape, world_size: int) ->
     return faults + _check_layers(parallel, shape, world_size)
 
 
-def _check_tensor(parallel: ParallelConfig, shape: ModelShape, world_size: int) -> list[Fault]:
-    tensor = parallel.tensor
-    sizes = {
+def _cut_sizes(shape: ModelShape) -> dict[str, int]:
+    """What a tensor axis has to divide."""
+    return {
         "heads": shape.num_heads,
         "key-value heads": shape.num_kv_heads,
         "units of a feed-forward block": shape.intermediate_size,
     }
+
+
+def _check_tensor(parallel: ParallelConfig, shape: ModelShape, world_size: int) -> list[Fault]:
+    tensor, sizes = parallel.tensor, _cut_sizes(shape)
     bad = next((f"{size} {what}" for what, size in sizes.items() if size % tensor), None)
     if bad is None:
         return []
@@ -255,7 +276,9 @@ def _nearest_multiples(world_size: int, inner: int) -> str:
     return " or ".join(str(size) for size in (below, above) if size)
 
 
-def _nearest_layouts(used: dict[str, int], world_size: int, strategy: str = "") -> str:
+def _nearest_layouts(
+    used: dict[str, int], world_size: int, fits: Callable[[Mapping[str, int]], bool], strategy: str = ""
+) -> str:
     """Up to three ways to share this world whose axes are the nearest to those that were asked for.
 
     With a `strategy` they are names of layouts that use all of it; else keys, and data ranks are the rest.
@@ -269,7 +292,7 @@ def _nearest_layouts(used: dict[str, int], world_size: int, strategy: str = "") 
     fitting = []
     for far, sizes in found:
         inner = math.prod(sizes.values())
-        if inner == world_size or (not strategy and world_size % inner == 0):
+        if fits(sizes) and (inner == world_size or (not strategy and world_size % inner == 0)):
             fitting.append((far, sizes))
     fitting.sort(key=lambda one: one[0])
     return " / ".join(_words_of(sizes, strategy) for _, sizes in fitting[:3])

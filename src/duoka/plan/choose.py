@@ -30,6 +30,7 @@ from duoka.plan.fill_in import fill_in
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout, Precision
 from duoka.plan.offload import offload_of
+from duoka.plan.sizes import ModelShape
 from duoka.plan.strategy import choose_strategy
 from duoka.plan.task import Task
 from duoka.units import Amount
@@ -44,8 +45,13 @@ class Choice:
     warnings: tuple[str, ...] = ()
 
 
-def check_machine(config: RunConfig, machine: Machine, world_size: int, local_size: int | None = None) -> list[Fault]:
-    """Settings that this machine, or a world with `local_size` (all) of its ranks on it, cannot do."""
+def check_machine(
+    config: RunConfig, machine: Machine, world_size: int, local_size: int | None = None, shape: ModelShape | None = None
+) -> list[Fault]:
+    """Settings that this machine, or a world with `local_size` (all) of its ranks on it, cannot do.
+
+    `shape`: of the model, where it is known; then no layout is advised that it does not allow.
+    """
     faults: list[Fault] = []
     if config.train.precision == "fp16" and machine.device == "cpu":
         native = "bf16" if machine.has_native_bf16 else "fp32"
@@ -70,7 +76,7 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int, local_si
         what = f"parallel.compress is {config.parallel.compress}, {NO_QUANTIZER}"
         faults.append(Fault(what, key="parallel.compress", fix=WITHOUT_QUANTIZER))
     faults += _check_weights_on_disk(config, world_size)
-    if axes := check_axes(config.parallel, world_size):
+    if axes := check_axes(config.parallel, world_size, shape):
         return [*faults, *axes]
     data = data_ranks(config.parallel, world_size)
     if config.parallel.strategy in ("single", "dp") and data * config.parallel.sequence > 1:

@@ -266,7 +266,7 @@ def _check(
     local_size: int | None,
     given: Layout | None,
 ) -> None:
-    faults = check_machine(config, machine, world_size, local_size)
+    faults = check_machine(config, machine, world_size, local_size, shape)
     if faults or (given is None and (faults := check_shape(config.parallel, shape, world_size))):
         raise Faults(faults)
 

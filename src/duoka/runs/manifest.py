@@ -79,8 +79,9 @@ def find_requested(resume: str, run: RunFolder, base: Path) -> Path | None:
     """
     given, own = given_path(resume), run.checkpoints / requested_name(resume)
     # A number is a step of this run before it is a folder that happens to have that name.
-    first = (own,) if own.name != resume else ()
-    for place in (*first, given, base / given, own, run.path.parent / given, Path("runs") / given):
+    places: list[Path] = [own] if own.name != resume else []
+    places += [given, base / given, own, run.path.parent / given, Path("runs") / given]
+    for place in places:
         if is_folder(place):
             return place / "checkpoints" if (place / "checkpoints").is_dir() else place
     return None
