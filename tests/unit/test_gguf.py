@@ -164,3 +164,23 @@ def test_export_to_ollama_is_the_file_and_its_modelfile_alone(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "model"], "what was written beside it is gone"
     assert "ollama create mine -f" in done.stdout
     assert (tmp_path / "mine/Modelfile").read_text().startswith("FROM ./mine.q8_0.gguf\n")
+
+
+ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+LLAMA = ENDINGS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def cut_by(*patterns: str) -> str:
+    splits = [{"type": "Split", "pattern": {"Regex": one}} for one in patterns]
+    last = {"type": "ByteLevel", "use_regex": False}
+    before = {"type": "Sequence", "pretokenizers": [*splits, last]}
+    return name_of_cut({"model": {"type": "BPE"}, "pre_tokenizer": before})
+
+
+def test_a_tokenizer_is_named_by_all_of_its_pattern() -> None:
+    """o200k (GPT-4o, Llama 4) and DeepSeek's take three digits at once as Llama 3's does, and cut words otherwise."""
+    assert cut_by(LLAMA) == "llama-bpe" and cut_by(LLAMA.replace("{1,3}", "")) == "qwen2"
+    o200k = LLAMA.replace(r"\p{L}+", r"[\p{Lu}\p{Lt}]*[\p{Ll}]+")
+    for patterns in ((o200k,), (r"\p{N}{1,3}", LLAMA), (LLAMA.removeprefix(ENDINGS),)):
+        with pytest.raises(ConfigError, match="no name for how this tokenizer cuts"):
+            cut_by(*patterns)

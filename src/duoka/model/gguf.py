@@ -28,11 +28,17 @@ BOUNDS = {
     "f32": 0.0, "f16": 1e-3, "bf16": 4e-3, "q8_0": 1e-2, "q5_1": 6e-2, "q5_0": 6e-2, "q4_1": 0.12, "q4_0": 0.12,
 }  # fmt: skip
 _ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}  # model_type -> gguf's name
-# How a byte-level tokenizer cuts text before merges, by the pattern in its tokenizer.json: llama.cpp's name of it.
-_CUTS = (
-    (r"\p{N}{1,3}", "llama-bpe"),
-    (r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|", "qwen2"),
+# How a byte-level tokenizer cuts text before merges, by the pattern in its tokenizer.json, behind its English endings:
+# llama.cpp's name of it. All of it counts: o200k, DeepSeek's and others take three digits too, and cut words otherwise.
+_ENDINGS = (
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)|",
+    "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|",
 )
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CUTS = {
+    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST: "llama-bpe",
+    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST: "qwen2",
+}
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
 
@@ -189,13 +195,13 @@ def name_of_cut(tokenizer: Mapping[str, Any]) -> str:
     kinds = [one.get("type") for one in parts]
     if model.get("type") != "BPE" or "ByteLevel" not in kinds:
         raise ConfigError("--gguf writes byte-level BPE tokenizers; this one is of another kind")
-    patterns = [str((one.get("pattern") or {}).get("Regex", "")) for one in parts]
-    for pattern in patterns:
-        for mark, name in _CUTS:
-            if mark in pattern:
-                return name
+    patterns = [text for one in parts if (text := str((one.get("pattern") or {}).get("Regex", "")))]
+    for endings in _ENDINGS:
+        rest = patterns[0].removeprefix(endings) if len(patterns) == 1 else ""
+        if rest in _CUTS and rest != patterns[0]:
+            return _CUTS[rest]
     last = parts[kinds.index("ByteLevel")]
-    if any(patterns) or not last.get("use_regex", True):
+    if patterns or not last.get("use_regex", True):
         raise ConfigError("--gguf has no name for how this tokenizer cuts text into words")
     return "smollm" if "Digits" in kinds else "gpt-2"
 
