@@ -18,7 +18,15 @@ def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
     """DUOKA_CACHE, or duoka's part of the user's cache folder."""
     if env.get("DUOKA_CACHE"):
         return Path(env["DUOKA_CACHE"]).expanduser()
-    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duoka"
+    if env.get("XDG_CACHE_HOME"):
+        return Path(env["XDG_CACHE_HOME"]) / "duoka"
+    try:
+        return Path.home() / ".cache" / "duoka"
+    except RuntimeError:  # a container's user that passwd does not know, without HOME
+        raise StorageError(
+            "this user has no home folder: HOME is not set, and the system does not know the user's number",
+            fix="set DUOKA_CACHE to a folder that you may write to, or HOME",
+        ) from None
 
 
 def make_folder(folder: Path) -> Path:
