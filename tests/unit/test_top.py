@@ -9,6 +9,7 @@ import subprocess
 import sys
 import termios
 import time
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -108,6 +109,24 @@ def test_a_clock_that_is_ahead_is_said_and_does_not_make_ages(tmp_path):
         file.write(step_line(6, t=time.time() + 7200))
     _, now = standing_of(run)
     assert 0 <= now.age_s < 60 and any("clock is 2h 00min ahead" in hint.seen for hint in now.hints)
+
+
+def test_files_of_the_future_do_not_keep_a_silent_run_young(tmp_path, monkeypatch):
+    """A clock that was set back: until it has caught up, each look called the run new."""
+    run = write_run(tmp_path / "a", 5, total_steps=9, state="running", **leader_identity())
+    for path in (run.events / "run.jsonl", run.progress, run.status):
+        if path.is_file():
+            os.utime(path, (time.time() + 7200,) * 2)
+    clock = [1000.0]
+    monkeypatch.setattr("duoka.watch.follow.time", SimpleNamespace(
+        time=time.time, monotonic=lambda: clock[0], thread_time=time.thread_time, perf_counter=time.perf_counter
+    ))  # fmt: skip
+    followed = FollowedRun(run)
+    followed.catch_up()
+    assert followed.age_s() == 0
+    clock[0] += 900
+    followed.catch_up()
+    assert followed.age_s() == 900
 
 
 def test_a_log_that_is_replaced_or_moved_away_begins_anew(tmp_path):

@@ -38,6 +38,7 @@ class FollowedRun:
         self._ranks_at = -1.0
         self._ranks_cost_s = 0.0
         self._grown_at: float | None = None  # by our own steady clock
+        self._met_at = time.monotonic()
         self._begin()
 
     def _begin(self) -> None:
@@ -105,7 +106,9 @@ class FollowedRun:
 
     def age_s(self) -> float:
         """Since the log last grew: by our own clock when we saw it, else by the disk's, never by another machine's."""
-        written = max(0.0, time.time() - written_at(self.run)) if written_at(self.run) else 0.0
+        written = time.time() - written_at(self.run) if written_at(self.run) else 0.0
+        if written < 0:  # a clock was set back: what it says tells nothing, and silence is at least as long as we look
+            written = time.monotonic() - self._met_at
         return written if self._grown_at is None else min(written, time.monotonic() - self._grown_at)
 
     def clock_ahead_s(self) -> float:
