@@ -8,10 +8,12 @@ import torch
 
 from duoka.config.schema import OptimConfig
 from duoka.errors import ConfigError
+from duoka.model.layers import find_layers
 from duoka.optim.build import build_optimizer, describe_optimizer, optimizer_tensors, set_learning_rate
 from duoka.optim.clip import clip_gradients
 from duoka.optim.muon import orthogonalise
 from duoka.optim.owners import share_matrices, work_of
+from duoka.optim.roles import assign_roles
 from duoka.optim.schedule import batch_factor, learning_rate, tokens_per_step, warmup_steps
 from duoka.units import parse_amount
 
@@ -247,3 +249,37 @@ def test_adamw8bit_without_its_package_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="bitsandbytes computes, and it is not installed"):
         build_optimizer({"w": torch.nn.Parameter(torch.zeros(3))}, OptimConfig(name="adamw8bit"))
+
+
+def test_biases_of_experts_and_norms_of_heads_are_no_matrices_though_they_lie_as_such():
+    """GPT-OSS has a bias for each expert, Cohere a norm for each head, Mamba its A, each as one tensor of two sizes."""
+    from transformers import (
+        CohereConfig,
+        CohereForCausalLM,
+        GptOssConfig,
+        GptOssForCausalLM,
+        MambaConfig,
+        MambaForCausalLM,
+    )
+
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    with torch.device("meta"):
+        models = (
+            GptOssForCausalLM(GptOssConfig(**sizes, **heads, num_local_experts=4, head_dim=16)),
+            CohereForCausalLM(CohereConfig(**sizes, **heads, use_qk_norm=True)),
+            MambaForCausalLM(MambaConfig(**sizes, pad_token_id=0)),
+        )
+    seen = set()
+    for model in models:
+        named = dict(model.named_parameters())
+        roles = assign_roles(model, model, find_layers(model))
+        optimizer = build_optimizer(named, OptimConfig(name="muon", adamw_lr=1e-3, weight_decay=0.1), roles=roles)
+        of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for name, parameter in named.items():
+            last, group = name.rpartition(".")[2], of[id(parameter)]
+            is_vector = "bias" in last or "norm" in name.split(".")[-2] or last in ("A_log", "D", "sinks")
+            assert (group["weight_decay"] == 0.0) == is_vector, name
+            assert group["kind"] != "muon" or not is_vector, name
+            seen |= {last} if is_vector and parameter.ndim == 2 else set()
+    assert seen == {"gate_up_proj_bias", "down_proj_bias", "weight", "A_log"}

@@ -17,7 +17,7 @@ from duoka.optim.host import HostAdamW
 from duoka.optim.layerwise import Lamb, Lars
 from duoka.optim.muon import MuonAdamW, Sharing, WholeMatrices
 from duoka.optim.narrow import NarrowAdamW
-from duoka.optim.roles import Role
+from duoka.optim.roles import Role, decays
 
 
 def build_optimizer(
@@ -65,12 +65,12 @@ def _build_groups(
     """Parameter groups, in the order of their first member; `scale` is a group's rate as a share of optim.lr."""
     groups: dict[tuple[float, float, str, Any], list[torch.nn.Parameter]] = {}
     for name, parameter in named.items():
-        role = roles.get(name, "matrix" if parameter.ndim == 2 else "vector")
+        role = roles.get(name, "matrix" if parameter.ndim == 2 and decays(name, parameter) else "vector")
         kind = "muon" if optim.name == "muon" and role == "matrix" else "adamw"
         rate = {"embedding": optim.embedding_lr, "head": optim.head_lr}.get(role)
         if rate is None:
             rate = optim.adamw_lr if kind == "adamw" and optim.name == "muon" else None
-        decay = optim.weight_decay if parameter.ndim >= 2 else 0.0
+        decay = optim.weight_decay if decays(name, parameter) else 0.0
         scale = 1.0 if rate is None else rate / optim.lr
         scale *= b_lr_ratio if ".lora_B." in name else 1.0
         # One call of a fused kernel takes whole tensors, or parts of them over the same ranks: axes make several kinds.
