@@ -11,12 +11,13 @@ import pytest
 import torch
 from families import write_family
 from safetensors.torch import load_file, save_file
-from tiny import build_tiny_tokenizer
+from tiny import build_tiny_tokenizer, write_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from duoka.config.schema import LoraConfig
 from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.errors import ConfigError, DuokaError
+from duoka.hub.adapter_files import check_fit
 from duoka.model import export
 from duoka.model.build import load_adapter, load_model
 from duoka.model.dtypes import narrow
@@ -196,3 +197,28 @@ def test_what_a_narrow_type_cannot_hold_stays_wide_in_every_folder(tmp_path: Pat
         assert json.loads((tmp_path / place / "config.json").read_text())["dtype"] == "bfloat16"
     sharded = build_without_memory(ModelRequest(folder, dtype=torch.bfloat16))
     assert sharded is not None and torch.equal(dict(sharded[0].named_buffers())[name], tensors[name])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapter_of_the_head_is_merged_into_the_head_alone_and_goes_on_from_its_folder(
+    tied: bool, tmp_path: Path
+) -> None:
+    base = write_tiny_model(tmp_path / "base", tied=tied)
+    lora = LoraConfig(rank=4, alpha=8.0, targets=("lm_head", "q_proj"))
+    lm = load_model(ModelRequest(base, dtype=torch.float32, lora=lora))
+    torch.manual_seed(1)
+    for name, parameter in lm.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    wanted = logits_of(lm, base)
+    export_adapter(lm, Sources(base, base), str(base), tmp_path / "adapter")
+    assert all(".lora_" in name for name in load_file(tmp_path / "adapter/adapter_model.safetensors"))
+    assert not check_fit(LoraConfig(adapter=str(tmp_path / "adapter")), tmp_path, base)
+
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    again = logits_of(peft.PeftModel.from_pretrained(plain, tmp_path / "adapter"), base)
+    export_from(tmp_path / "adapter", base, tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert (logits_of(AutoModelForCausalLM.from_pretrained(base), base) - wanted).abs().max() > 0.1
+    assert (again - wanted).abs().max() < 1e-5
+    assert (logits_of(merged, tmp_path / "out") - wanted).abs().max() < 1e-4

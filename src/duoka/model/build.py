@@ -76,6 +76,8 @@ def quiet_loading() -> Iterator[None]:
         with warnings.catch_warnings():
             # transformers and PEFT warn of each other's old names; no user can do anything about it.
             warnings.simplefilter("ignore", FutureWarning)
+            # Of an adapter on a tied head: export.py gives the head weights of its own before it merges.
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`", category=UserWarning)
             yield
     finally:
         transformers_logging.set_verbosity(level)

@@ -25,7 +25,7 @@ from duoka.hub.saving import without_deepspeed
 from duoka.model.build import load_model, quiet_loading
 from duoka.model.dtypes import BY_PRECISION, narrow
 from duoka.model.experts import find_experts
-from duoka.model.lora import save_adapter
+from duoka.model.lora import save_adapter, untie_adapted_head
 from duoka.model.request import ModelRequest
 from duoka.model.result import add_stop_token, base_dtype, copy_tokenizer, name_dtype
 from duoka.runs.folder import apply_umask
@@ -103,6 +103,7 @@ def export_model(
     probes = [torch.tensor([tokenizer.encode(text)[0]]) for text in PROBES]
     wanted = [_logits(lm, probe) for probe in probes]
     if hasattr(lm, "peft_config"):
+        untie_adapted_head(lm)
         lm = lm.merge_and_unload(safe_merge=True)  # type: ignore[operator]
     add_stop_token(lm, stop_id)
     with _draft_of(folder) as draft:

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -166,8 +167,10 @@ def _save_tensors(lm: torch.nn.Module, folder: Path, state: dict[str, torch.Tens
     earlier: Earlier | None = getattr(lm, EARLIER, None)
     # PEFT leaves out what lies beside modules that it has nothing on: layers of a pipeline's other stages.
     is_part = state is not None and not state.keys() <= lm.state_dict().keys()
+    # Beside a head with an adapter PEFT would write the head itself too, which is the base's and no part of an adapter.
+    options: dict[str, Any] = {"save_embedding_layers": "auto" if _adapts_embedding(lm) else False}
     if starts is None and not (earlier and earlier.merged):
-        lm.save_pretrained(os.fspath(folder), **({} if state is None else {"state_dict": state}))  # type: ignore[operator]
+        lm.save_pretrained(os.fspath(folder), state_dict=state, **options)  # type: ignore[operator]
         if state is not None and is_part:
             _write_tensors(state, folder)
         return
@@ -182,7 +185,7 @@ def _save_tensors(lm: torch.nn.Module, folder: Path, state: dict[str, torch.Tens
         settings.target_modules = {*targets, *(m.rpartition(".")[2] for one in earlier.merged for m in one.pairs)}
     settings.r, settings.lora_alpha = plain_rank, alpha * plain_rank / rank
     try:
-        lm.save_pretrained(os.fspath(folder), state_dict=plain)  # type: ignore[operator]
+        lm.save_pretrained(os.fspath(folder), state_dict=plain, **options)  # type: ignore[operator]
     finally:
         settings.r, settings.lora_alpha, settings.target_modules = rank, alpha, targets
     if starts is None or is_part:  # the new adapter may have nothing on modules of an earlier one
@@ -192,6 +195,24 @@ def _save_tensors(lm: torch.nn.Module, folder: Path, state: dict[str, torch.Tens
 def _write_tensors(named: dict[str, torch.Tensor], folder: Path) -> None:
     tensors = {name.replace(".default.", "."): value.contiguous() for name, value in named.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def _adapts_embedding(lm: torch.nn.Module) -> bool:
+    """True for adapters of others: duoka puts none beside an embedding."""
+    return any(True for module in lm.modules() if len(getattr(module, "lora_embedding_A", ())))
+
+
+def untie_adapted_head(adapted: torch.nn.Module) -> None:
+    """Give a head with an adapter weights of its own, where it has the embedding's: what is merged into it is the
+    head's alone."""
+    core: Any = adapted.get_base_model()  # type: ignore[operator]
+    embedding, head = core.get_input_embeddings(), core.get_output_embeddings()
+    base = getattr(head, "base_layer", None)
+    if base is None or all(base.weight is not one for one in embedding.parameters()):
+        return
+    base.weight = torch.nn.Parameter(base.weight.detach().clone(), requires_grad=False)
+    for config in {id(one): one for one in (core.config, core.config.get_text_config())}.values():
+        config.tie_word_embeddings = False
 
 
 def is_adapter(name: str) -> bool:
