@@ -94,10 +94,14 @@ class Pipeline(Engine):
         return dict(self._twins())
 
     def _twins(self) -> dict[str, torch.nn.Parameter]:
-        """Trained parameters that the first and the last rank both have: a tied embedding and head."""
+        """Trained parameters that the first and the last rank both have: a tied embedding and head.
+
+        And what such a head has beside the shared weight, a bias or an adapter, of which the first computes nothing.
+        """
         if not self.stages.is_tied or self.stages.has_first == self.stages.has_last:
             return {}
-        shared = {id(p) for p in self.core.get_input_embeddings().parameters()}
+        ends = (self.core.get_input_embeddings(), self.core.get_output_embeddings())
+        shared = {id(p) for end in ends for p in end.parameters()}
         return {name: p for name, p in self.named_trainable().items() if id(p) in shared}
 
     # --- one optimizer step ---
@@ -108,6 +112,8 @@ class Pipeline(Engine):
         denominators, scaler = objective.denominators(batch), self.numerics.scaler
         sums = self._run(batch, objective, observer, lambda losses: scaler.scale(mean_loss(losses, denominators)))
         if sums.shortage is None and self.adds_gradients:
+            for parameter in self._twins().values():
+                _gradient(parameter)  # which the other end may have alone
             check_all_used(self.bare, "freeze it")
         if sums.shortage is None or sums.shortage.rejoined:
             self.sum_axes()
