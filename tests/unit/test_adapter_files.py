@@ -61,6 +61,8 @@ def test_what_is_the_adapters_own_wins_and_is_said(tiny_model: Path) -> None:
     assert load_config("run.yaml").config == loaded.config
     write_adapter(Path("a"), use_rslora=True)
     assert load(tiny_model).config.lora.alpha == pytest.approx(6 * 3**0.5)
+    write_adapter(Path("a"), init_lora_weights="eva")  # which looks at data and leaves the base as it is
+    assert load(tiny_model).config.lora.rank == 3
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def read_adapter(name: str, base: Path, key: str = "lora.adapter") -> AdapterFac
         if facts.get(name) is not None and facts[name] not in off:
             raise refuse(reason, _MERGED)
     start = facts.get("init_lora_weights", True)
-    if isinstance(start, str) and start.lower().startswith((*TAKES_FROM_BASE, "eva")):
+    if isinstance(start, str) and start.lower().startswith(TAKES_FROM_BASE):
         what = f"begun by {start} and never turned into a plain one: it belongs to a base that gave parts of itself up"
         raise refuse(what, "save it again with PEFT's path_initial_model_for_weight_conversion (pissa_convert)")
     targets = facts.get("target_modules")

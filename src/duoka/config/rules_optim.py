@@ -32,7 +32,69 @@ def _narrow(c: RunConfig) -> bool:
     return c.train.weights == "bf16"
 
 
+def _default(c: RunConfig, *names: str) -> bool:
+    """Whether keys of optim are what they are where nothing is written; of a new model they follow from its depth."""
+    return c.model.depth is not None or all(
+        getattr(c.optim, name) == type(c.optim).model_fields[name].default for name in names
+    )
+
+
+def _trains_no_head(c: RunConfig) -> bool:
+    if c.lora is None or c.stage.kind.scores:
+        return False
+    return c.lora.targets == "all" or not any(name.endswith(HEADS) for name in c.lora.targets)
+
+
+HEADS = ("lm_head", "embed_out", "output_layer")  # as families call them
+# What no optimizer or schedule of this config reads: said, and no fault, because overlays and stages hand keys on.
+UNREAD_RULES: tuple[Rule, ...] = (
+    Rule(
+        "decay-without-wsd",
+        ("optim.decay", "optim.schedule"),
+        lambda c: c.optim.schedule != "wsd" and not _default(c, "decay"),
+        "optim.decay is {c.optim.decay:g}, the share of steps in which schedule wsd falls, and optim.schedule is "
+        "{c.optim.schedule}: it changes nothing",
+        "write   schedule: wsd   or delete decay",
+        is_note=True,
+    ),
+    Rule(
+        "momentum-of-others",
+        ("optim.momentum", "optim.name"),
+        lambda c: c.optim.name not in ("muon", "lars") and not _default(c, "momentum"),
+        "optim.momentum is {c.optim.momentum:g}, which Muon and LARS read, and optim.name is {c.optim.name}: it "
+        "changes nothing",
+        "write   betas: [0.9, 0.999]   for AdamW's averages, or delete momentum",
+        is_note=True,
+    ),
+    Rule(
+        "betas-of-others",
+        ("optim.betas", "optim.eps", "optim.name"),
+        lambda c: c.optim.name in ("lars", "adafactor") and not _default(c, "betas", "eps"),
+        "optim.betas {c.optim.betas} and eps {c.optim.eps:g} are AdamW's and LAMB's, and optim.name is "
+        "{c.optim.name}: they change nothing",
+        "delete betas and eps",
+        is_note=True,
+    ),
+    Rule(
+        "rate-of-a-frozen-embedding",
+        ("optim.embedding_lr", "lora"),
+        lambda c: c.lora is not None and c.optim.embedding_lr is not None,
+        "optim.embedding_lr is {c.optim.embedding_lr:g}, and lora leaves the embedding as it is: it changes nothing",
+        "delete embedding_lr",
+        is_note=True,
+    ),
+    Rule(
+        "rate-of-a-frozen-head",
+        ("optim.head_lr", "lora"),
+        lambda c: _trains_no_head(c) and c.optim.head_lr is not None,
+        "optim.head_lr is {c.optim.head_lr:g}, and lora leaves the head as it is: it changes nothing",
+        "delete head_lr, or name the head among lora.targets",
+        is_note=True,
+    ),
+)
+
 OPTIM_RULES: tuple[Rule, ...] = (
+    *UNREAD_RULES,
     Rule(
         "narrow-weights-in-wide-passes",
         ("train.weights", "train.precision"),

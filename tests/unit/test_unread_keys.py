@@ -1,0 +1,34 @@
+"""Keys of the optimizer that nothing reads beside the others: said, and nothing is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from duoka.config.load import load_config
+
+YAML = "model: demo\ndata: {train: [identity]}\n"
+LORA = "lora={targets: [q_proj, lm_head]}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["optim.decay=0.5"], "optim.decay is 0.5"),
+        (["optim.decay=0.5", "optim.schedule=wsd"], ""),
+        (["optim.momentum=0.9"], "optim.momentum is 0.9"),
+        (["optim.momentum=0.9", "optim.name=lars"], ""),
+        (["optim.betas=[0.8, 0.9]", "optim.name=adafactor"], "betas (0.8, 0.9) and eps 1e-08"),
+        (["optim.betas=[0.8, 0.9]", "optim.name=lamb"], ""),
+        (["optim.embedding_lr=1e-3", "lora={}"], "lora leaves the embedding as it is"),
+        (["optim.embedding_lr=1e-3"], ""),
+        (["optim.head_lr=1e-3", "lora={}"], "lora leaves the head as it is"),
+        (["optim.head_lr=1e-3", LORA], ""),
+        (["model={depth: 12, tokenizer: demo}", "optim.name=adafactor", "optim.lr=1e-3"], ""),
+    ],
+)
+def test_what_changes_nothing_is_said(tmp_path: Path, overrides: list[str], words: str) -> None:
+    (tmp_path / "x.yaml").write_text(YAML, encoding="utf-8")
+    unread = [note for note in load_config(tmp_path / "x.yaml", overrides).notes if "nothing" in note]
+    assert len(unread) == bool(words) and words in "".join(unread), unread
