@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from families import family_config
 from test_plan_shape import SMALL, build_on_meta
 
 from duoka.config.schema import TrainOnlyConfig
@@ -172,3 +173,12 @@ def test_layers_without_a_backward_pass_are_not_gathered_for_one(name):
     layout = Layout(dp=2, shard=2, strategy=strategy, precision=precision)
     sent = sum(one.sent_bytes for one in traffic(work, layout, 2, accumulation=2) if one.kind == "all-gather")
     assert sent == pytest.approx(counted, rel=0.001)
+
+
+def test_layers_are_those_that_read_text_where_a_tower_for_images_has_more_of_them():
+    from duoka.model.tiny_copy import build_tiny, tiny_config
+
+    model = build_tiny(tiny_config(family_config("got_ocr2")), "eager")
+    apply_train_only(model, TrainOnlyConfig(layers=1))
+    trained = {name.rpartition(".layers.")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"model.language_model"}

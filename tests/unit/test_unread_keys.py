@@ -25,7 +25,7 @@ LORA = "lora={targets: [q_proj, lm_head]}"
         (["optim.embedding_lr=1e-3"], ""),
         (["optim.head_lr=1e-3", "lora={}"], "lora leaves the head as it is"),
         (["optim.head_lr=1e-3", LORA], ""),
-        (["model={depth: 12, tokenizer: demo}", "optim.name=adafactor", "optim.lr=1e-3"], ""),
+        (["model={name: '', depth: 12, tokenizer: demo}", "optim.name=adafactor", "optim.lr=1e-3"], ""),
     ],
 )
 def test_what_changes_nothing_is_said(tmp_path: Path, overrides: list[str], words: str) -> None:

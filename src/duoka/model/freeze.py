@@ -25,8 +25,13 @@ def apply_train_only(model: torch.nn.Module, chosen: TrainOnlyConfig) -> None:
 
 
 def find_layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
-    """The transformer's blocks: the longest list of modules in it, and its name."""
+    """The transformer's blocks: the longest list of modules in what reads text, and its name."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
+    find = getattr(model, "get_decoder", None)
+    decoder = find() if callable(find) else None
+    if isinstance(decoder, torch.nn.Module):  # a tower for images may have more layers
+        inside = {id(module) for module in decoder.modules()}
+        lists = [one for one in lists if id(one[1]) in inside] or lists
     if not lists:
         raise ConfigError(
             "the model has no list of layers, so train_only cannot choose from it", fix="delete train_only"
