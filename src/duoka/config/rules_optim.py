@@ -24,6 +24,7 @@ def _warmup_steps(c: RunConfig) -> float:
 
 # Adafactor looks at whole rows and columns; bitsandbytes knows no shards.
 WHOLE_WEIGHT_OPTIMIZERS = ("adafactor", "adamw8bit")
+RELATIVE = ("lamb", "lars", "adafactor")  # whose rates are shares of a matrix's own size
 NO_BITSANDBYTES = "optim.name is adamw8bit, which bitsandbytes computes, and it is not installed here"
 GET_BITSANDBYTES = "pip install 'duoka[quant]'   or write:   name: adamw"
 
@@ -245,11 +246,21 @@ OPTIM_RULES: tuple[Rule, ...] = (
         "delete optim.state, or train all weights of the run before, as in   model: runs/base",
     ),
     Rule(
+        "rate-of-adamw",
+        ("optim.name", "optim.lr"),
+        lambda c: c.optim.name in RELATIVE and c.optim.lr <= 1e-4 and c.model.depth is None,
+        "optim.name is {c.optim.name}, which moves a matrix by about lr times its own size (lars: by a thousandth of "
+        "that), and optim.lr {c.optim.lr:g} is a rate for adamw: it would hardly learn",
+        "write for example   lr: 0.01   (lars: lr: 2), or   name: adamw",
+        is_note=True,
+    ),
+    Rule(
         "lr-is-no-rate",
         ("optim.lr",),
         lambda c: c.optim.lr > 1 and c.optim.name != "lars",
-        "optim.lr is {c.optim.lr:g}: {c.optim.name} moves each weight by about lr at every step",
-        "write for example:   lr: 2.0e-5",
+        "optim.lr is {c.optim.lr:g}: {c.optim.name} moves each weight by about lr, or by that share of it, at every "
+        "step",
+        "write for example:   lr: 2.0e-5   (lamb, adafactor: 0.01)",
     ),
     Rule(
         "betas-diverge",

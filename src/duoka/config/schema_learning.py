@@ -201,7 +201,11 @@ class OptimConfig(Section):
         description="muon: Muon for the layers' matrices, AdamW for the rest; lamb, lars: for large batches; "
         "adamw8bit: AdamW with a quarter of its state (bitsandbytes: duoka[quant]).",
     )
-    lr: Annotated[Number, Field(gt=0.0)] = Field(2e-5, description="Peak learning rate; of matrices, with muon.")
+    lr: Annotated[Number, Field(gt=0.0)] = Field(
+        2e-5,
+        description="Peak learning rate; of matrices, with muon. lamb and adafactor move a matrix by about that share "
+        "of its own size (lars: a thousandth of it), not by the rate itself.",
+    )
     adamw_lr: Annotated[Number, Field(gt=0.0)] | None = Field(
         None, description="Muon: peak rate of what AdamW trains (embedding, head, norms, biases)."
     )
