@@ -187,15 +187,22 @@ def _walk_cells(file: IO[bytes], path: Path, delimiter: str) -> Iterator[Any]:
 
 
 def _cell(value: str) -> Any:
-    """A list of messages arrives in a cell as JSON; any other cell is plain text."""
+    """A list of messages, or of [question, answer] pairs, arrives in a cell as JSON; any other cell is plain text."""
     if value.startswith("["):
         try:
             parsed = json.loads(value)
         except (ValueError, RecursionError):
             return value
-        if isinstance(parsed, list) and parsed and all(isinstance(part, (dict, list)) for part in parsed):
+        if isinstance(parsed, list) and parsed and all(map(_is_turn, parsed)):
             return parsed
     return value
+
+
+def _is_turn(part: Any) -> bool:
+    """Other lists are texts: answers may be JSON, and other columns are read where their names are known."""
+    if isinstance(part, dict):
+        return "role" in part or "from" in part
+    return isinstance(part, list) and len(part) == 2 and all(isinstance(text, str) for text in part)
 
 
 def _ends_stream(fault: Fault) -> bool:
