@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from duoka.data.feed.prompts import PromptRows
     from duoka.data.prepare import PreparedData
 
-KNOWN_VERSION = 1  # raise it when the same data would give other figures
+KNOWN_VERSION = 2  # raise it when the same data would give other figures
 # Epochs are walked until so many samples were laid out; of more samples, an evenly chosen subset is used.
 _MOST_SAMPLES = 1_000_000
 # Estimates from files: enough for a good guess, little enough to read in a fraction of a second.
@@ -116,6 +116,8 @@ def _key_of(config: RunConfig, base: Path) -> str:
         "model": [str(base), config.model.model_dump(mode="json")],
         "data": config.data.model_dump(mode="json", exclude={"workers", "packing", "fixed_rows"}),
         "stage": config.stage.model_dump(mode="json"),
+        # A padded pair takes twice its longer answer, a packed one both as they are.
+        **({"padded": True} if config.stage.kind.judges and not config.data.packs else {}),
         "answers": [config.rl.samples, config.rl.max_new_tokens] if config.stage.kind.draws else [],
         "train": [getattr(config.train, name) for name in ("global_batch", "seed", "epochs", "max_steps")],
     }

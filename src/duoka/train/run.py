@@ -234,15 +234,16 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, rows: RowCh
     """Rank 0's plan on every rank: free memory, and with it `auto`, may differ between machines."""
     machine = with_disk(as_torch_sees(read_machine(), world), inputs.config.parallel.offloads, inputs.run.path)
     notes += rows.notes
+    planned = rows.applied_to(inputs.config)
     plan: Plan = world.agree(
         make_plan(
-            rows.applied_to(inputs.config),
+            planned,
             read_shape(inputs.folder),
             machine,
             world.size,
             local_size=world.local_size,
             cluster=local_cluster(machine, world.size, world.local_size),
-            lengths=lengths_of(inputs.prepared, inputs.config),
+            lengths=lengths_of(inputs.prepared, planned),
         )
     )
     if plan.layout.pp > 1:
