@@ -22,6 +22,7 @@ from duoka.errors import ConfigError
 from duoka.units import Amount, format_bytes, parse_amount
 
 _MOST_STREAMS = 64  # each keeps a row group's text in memory
+_FRAMED = "/ends"  # documents end in the token that begins them: they were without an end in earlier versions
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ def build_source(sets: Sequence[ResolvedSet], config: RunConfig, tokenizer: Chat
     rows = rows_per_batch(parse_amount(config.train.global_batch), row_tokens)
     num_streams = _count_streams(rows, config.data.streams, units)
 
+    is_one = tokenizer.bos_id is not None and tokenizer.bos_id == tokenizer.eos_id
+
     def tokenize(texts: list[str]) -> list[list[int]]:
         # In one call, because it releases the GIL meanwhile, for the training thread.
         encodings = tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
@@ -95,7 +98,7 @@ def build_source(sets: Sequence[ResolvedSet], config: RunConfig, tokenizer: Chat
         plan=StreamPlan(units, num_streams=num_streams, seed=config.train.seed),
         packing=Packing(row_tokens, tokenize, tokenizer.bos_id),
         rows_per_stream=rows // num_streams,
-        tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer_fingerprint=tokenizer.fingerprint + _FRAMED * is_one,
     )
 
 

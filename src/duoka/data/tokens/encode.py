@@ -117,10 +117,13 @@ def _finish(example: AnyExample, parts: tuple[Sample, ...], tokenizer: ChatToken
 
 
 def frame_text(ids: list[int], tokenizer: ChatTokenizer) -> list[int]:
-    """A document between the tokens that begin and end one, where the tokenizer has them."""
+    """A document between the tokens that begin and end one, where the tokenizer has them and the text has not.
+
+    One token may be both (GPT-2, SmolLM2): documents do not see each other, so the next one's would teach no end.
+    """
     if tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
         ids = [tokenizer.bos_id, *ids]
-    if tokenizer.eos_id is not None and tokenizer.eos_id != tokenizer.bos_id:
+    if tokenizer.eos_id is not None and ids[-1:] != [tokenizer.eos_id]:
         ids = [*ids, tokenizer.eos_id]
     return ids
 
