@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from data_kit import config_for, messages_record, sharegpt_record, simple_records, write_jsonl
 
-from duoka.data import prepare
+from duoka.data import prepare, set_key
 from duoka.data.mixture import mixture_counts, split_set
 from duoka.data.prepare import PreparedData, prepare_data
 from duoka.data.tokens import tokenize
@@ -132,7 +132,7 @@ def test_an_unchanged_old_file_is_not_read_for_its_hash_again(prepared: Any, dat
     opened: list[str] = []
     real = Path.open
     monkeypatch.setattr(Path, "open", lambda path, *args, **kw: (opened.append(path.name), real(path, *args, **kw))[1])
-    digest = prepare.file_digest(data, Path(os.environ["DUOKA_CACHE"]) / "tokens")
+    digest = set_key.file_digest(data, Path(os.environ["DUOKA_CACHE"]) / "tokens")
     assert digest and data.name not in opened
 
 

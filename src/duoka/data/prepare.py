@@ -6,7 +6,6 @@ it writes is keyed by content (data, template, tokenizer, options), appears in o
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -31,17 +30,17 @@ from duoka.data.prompts import prepare_prompts
 from duoka.data.read.records import FilePiece, find_pieces, read_piece
 from duoka.data.read.registry import MOST_FAULTS, ResolvedSet, find_sets, max_record_bytes
 from duoka.data.report import DataReport, SetReport, count_lengths, label_notes, measure_padding
+from duoka.data.set_key import key_of
 from duoka.data.tokens.template import Sample
 from duoka.data.tokens.token_store import TokenPart, TokenStore, write_part
 from duoka.data.tokens.tokenize import Counts, Job, PieceResult, read_arrays, tokenize_pieces
 from duoka.data.tokens.tokenizer import ChatTokenizer, load_tokenizer
 from duoka.errors import DataError, Fault, Faults, StorageError
 from duoka.hub.models import resolve_tokenizer
-from duoka.runs.cache import cache_folder, file_version, hold_lock, is_settled, make_folder
+from duoka.runs.cache import cache_folder, hold_lock, make_folder
 from duoka.runs.folder import read_json, write_json_atomic
 from duoka.units import format_count, format_seconds, parse_amount
 
-TOKENS_VERSION = 8  # raise it when the same input would give other tokens
 PIECE_BYTES = (256 << 10, 4 << 20)
 _SAY_EVERY_S = 2.0
 _SHOWN_SKIPPED = 3
@@ -211,7 +210,7 @@ def _prepare_set(
 ) -> tuple[TokenPart, SetReport]:
     root = make_folder(cache_folder() / "tokens")
     job = Job(found.form, data.targets, data.max_length, data.on_long, max_record_bytes(data.max_length))
-    key = _key_of(found, job, tokenizer, root)
+    key = key_of(found, job, tokenizer, root)
     folder = root / key
     reused = TokenPart.is_whole(folder)
     if not reused:
@@ -266,6 +265,10 @@ def _tokenize_set(
         return faults < MOST_FAULTS
 
     tokenize_pieces(pieces, job, tokenizer, draft, num_workers=num_workers, done=done)
+    if key_of(found, job, tokenizer, folder.parent) != folder.name:
+        shutil.rmtree(draft)
+        what = f"the files of {found.name!r} were changed while they were read"
+        raise DataError(what, where="some of the tokens are of before, some of after", fix="start again")
     ordered = [results[number] for number in sorted(results)]
     bad = [fault for result in ordered for fault in result.bad] + lost
     long = [fault for result in ordered for fault in result.long]
@@ -362,39 +365,3 @@ class _Progress:
         left = format_seconds(took_s / share - took_s)
         speed = f"{format_count(self.num_tokens)} tokens, {format_count(self.num_tokens / took_s)}/s"
         self.say(f"{self.name}: tokenizing, {share:.0%} ({speed}, {left} left)")
-
-
-# -------------------------------------------------------------------------------------------- the key
-
-
-def _key_of(found: ResolvedSet, job: Job, tokenizer: ChatTokenizer, root: Path) -> str:
-    """Cache key: everything that decides the tokens, and nothing else (no path, no name, no split)."""
-    facts = {
-        "version": TOKENS_VERSION,
-        "files": [file_digest(path, root) for path in found.files],
-        "form": found.form.to_json(),
-        "tokenizer": tokenizer.fingerprint,
-        "targets": job.targets,
-        "max_length": job.max_length,
-        "on_long": job.on_long,
-        "max_samples": found.max_samples,
-    }
-    text = json.dumps(facts, sort_keys=True, ensure_ascii=False)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def file_digest(path: Path, root: Path) -> str:
-    """A hash of the file's content, remembered by the file's version so that a large one is read for it once."""
-    found = file_version(path)
-    seen: dict[str, Any] = {"path": str(path), "version": found}
-    memory = make_folder(root / "files") / hashlib.blake2b(str(path).encode(), digest_size=12).hexdigest()
-    known = read_json(memory) or {}
-    if all(known.get(name) == value for name, value in seen.items()):
-        return str(known["digest"])
-    digest = hashlib.blake2b(digest_size=20)
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    if is_settled(found):
-        write_json_atomic(memory, {**seen, "digest": digest.hexdigest()})
-    return digest.hexdigest()

@@ -19,9 +19,9 @@ from duoka.config.loaded import Loaded
 from duoka.config.pipeline import Pipeline, StageName, StageSpec, stage_yaml
 from duoka.config.write import result_leaves
 from duoka.config.yaml_text import yaml_text
-from duoka.data.prepare import file_digest
 from duoka.data.read.dataset_info import files_of
 from duoka.data.read.registry import find_sets, set_with_name
+from duoka.data.set_key import file_digest
 from duoka.errors import ConfigError, Fault, Faults
 from duoka.hub.base import model_fingerprint
 from duoka.hub.models import find_model, local_tokenizer

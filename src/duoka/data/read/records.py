@@ -24,6 +24,7 @@ __all__ = [
     "find_pieces",
     "is_data_file",
     "read_piece",
+    "told_by_name",
 ]
 
 KINDS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt")
@@ -32,6 +33,15 @@ _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 
 def is_data_file(path: Path) -> bool:
     return bare_suffix(path) in KINDS and not (path.suffix.lower() in PACKED and bare_suffix(path) == ".parquet")
+
+
+def told_by_name(path: Path) -> str:
+    """What of a file's name says how it is read, where its content does not: a table's lines may be documents."""
+    suffix = bare_suffix(path)
+    if suffix == ".jsonl":  # by lines whatever they are, where .json would be one value over several
+        head = read_head(path)
+        return "" if isinstance(head, bytes) and holds_lines(head) else suffix
+    return "" if suffix in (".json", ".parquet") else suffix
 
 
 def check_file(path: Path) -> Fault | None:
