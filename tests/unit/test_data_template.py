@@ -250,6 +250,33 @@ def test_masks_of_templates_of_every_kind(tiny: ChatTokenizer, template: str, ex
     assert learned(TALK, with_template(tiny, template)) == expected
 
 
+COLONS = (
+    "{% for m in messages %}{% if m.role == 'user' %}### Human: {{ m.content | trim }}\n"
+    "{% else %}### Assistant: {{ m.content | trim }}{{ eos_token }}\n{% endif %}{% endfor %}"
+)
+# Every answer has a thought, the last one a longer one: no turn is a beginning of the whole.
+THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>"
+    "{% if loop.last %} {% endif %}</think> {% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SHORT = [("A", "A"), ("a", "s"), ("assistant", "think"), ("k", ">")]
+
+
+@pytest.mark.parametrize("answers", SHORT)
+@pytest.mark.parametrize(
+    ("template", "before", "before_last"),
+    [(HEADER, "", ""), (COLONS, "", ""), (THOUGHTS, "<think></think> ", "<think> </think> ")],
+    ids=["no prompt", "colons", "thoughts"],
+)
+def test_an_answer_whose_words_are_the_templates_too_is_learned_alone(
+    tiny: ChatTokenizer, template: str, before: str, before_last: str, answers: tuple[str, str]
+) -> None:
+    talk = example(("user", "one"), ("assistant", answers[0]), ("user", "two"), ("assistant", answers[1]))
+    wanted = [f"{before}{answers[0]}<|im_end|>", f"{before_last}{answers[1]}<|im_end|>"]
+    assert learned(talk, with_template(tiny, template)) == wanted
+
+
 def test_named_chatml_writes_what_the_models_own_does(tiny: ChatTokenizer) -> None:
     messages = [{"role": role, "content": text} for role, text in TURNS]
     named = with_template(tiny, NAMED_TEMPLATES["chatml"])

@@ -17,8 +17,7 @@ from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.runs.cache import file_version, is_settled, make_folder
 from duoka.runs.folder import read_json, write_json_atomic
 
-TOKENS_VERSION = 7  # raise it when the same input would give other tokens
-FRAME_VERSION = 2  # the same of plain text alone
+TOKENS_VERSION = 8  # raise it when the same input would give other tokens
 
 
 def key_of(found: ResolvedSet, job: Job, tokenizer: ChatTokenizer, root: Path) -> str:
@@ -35,7 +34,6 @@ def key_of(found: ResolvedSet, job: Job, tokenizer: ChatTokenizer, root: Path) -
     }
     told = [told_by_name(path) for path in found.files]
     facts |= {"told by names": told} if any(told) else {}
-    facts |= {"frame": FRAME_VERSION} if found.form.kind == "text" else {}
     text = json.dumps(facts, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

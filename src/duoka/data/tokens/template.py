@@ -161,7 +161,7 @@ def _turn_span(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], tools: 
     content = messages[place]["content"].strip()
     if content and not tokenizer.writes_prompt:
         # A template without a generation prompt: what it writes before the answer is its header, unless it is blank.
-        found = text.find(content, start)
+        found = _start_of_content(tokenizer, messages, tools, place, text, start)
         start = found if found >= 0 and text[start:found].strip() else start
     whole = text if place == len(messages) - 1 else _render(tokenizer, messages[: place + 1], tools, turn=place + 1)
     if text.startswith(whole):
@@ -219,22 +219,41 @@ def _end_of_calls(
     return at + len(ending.rstrip())
 
 
+def _start_of_content(
+    tokenizer: ChatTokenizer, messages: list[dict[str, Any]], tools: Any, place: int, text: str, start: int
+) -> int:
+    """Where the words of an answer begin in the whole text; -1: that cannot be told."""
+    before, letter, _ = _around_letter(tokenizer, messages, tools, place, text)
+    if letter and len(before) >= start and text.startswith(before + messages[place]["content"].strip()):
+        return len(before)
+    return text.find(messages[place]["content"].strip(), start)
+
+
+def _around_letter(
+    tokenizer: ChatTokenizer, messages: list[dict[str, Any]], tools: Any, place: int, text: str
+) -> tuple[str, str, str]:
+    """The whole text before and behind an answer, by a letter that stands for it and is nowhere else: its own words may
+    be in the template's too ("A" in "Assistant:"), or in its reasoning."""
+    letter = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text)
+    others = [*messages[:place], {**messages[place], "content": letter}, *messages[place + 1 :]]
+    try:
+        return _render(tokenizer, others, tools, turn=len(messages)).partition(letter)
+    except BadRecord:  # of a template that looks for something in the answer
+        return "", "", ""
+
+
 def _end_of_content(
     tokenizer: ChatTokenizer, messages: list[dict[str, Any]], tools: Any, place: int, text: str, start: int
 ) -> int:
     """Where the words of an answer end in the whole text; -1: that cannot be told."""
     content = messages[place]["content"]
-    if not reasoning_of(messages[place]):
-        found = text.find(content.strip(), start)
-        return found if found < 0 else found + len(content.strip())
-    # The reasoning may hold the same words: a letter that is nowhere else stands for the answer.
-    letter = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text)
-    others = [*messages[:place], {**messages[place], "content": letter}, *messages[place + 1 :]]
-    before, _, behind = _render(tokenizer, others, tools, turn=len(messages)).partition(letter)
+    before, _, behind = _around_letter(tokenizer, messages, tools, place, text)
     for words in (content, content.strip(), content.lstrip(), content.rstrip()):
         if text == before + words + behind and len(before) >= start:
             return len(before) + len(words)
-    return -1
+    # Of reasoning that holds the same words the answer cannot be told.
+    found = -1 if reasoning_of(messages[place]) else text.find(content.strip(), start)
+    return found if found < 0 else found + len(content.strip())
 
 
 def _end_of_turn(text: str, after: int, tokenizer: ChatTokenizer) -> int:
