@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from duoka.data.feed.epoch_plan import EpochPlan
 from duoka.data.feed.loader import IGNORED, Batch, Loader, eval_batches, shifted_labels
 from duoka.data.tokens.template import Sample
-from duoka.data.tokens.token_store import TokenPart, TokenStore, pack_arrays, write_part
+from duoka.data.tokens.token_store import Arrays, TokenPart, TokenStore, pack_arrays, write_part
 from duoka.units import Amount
 
 MAX_LENGTH = 64
@@ -173,6 +174,29 @@ def test_a_store_reads_back_what_was_written(tmp_path: Path) -> None:
     assert chosen.fingerprint != store.fingerprint
     with pytest.raises(IndexError):
         store.sample(3)
+
+
+def test_pieces_are_joined_one_after_another(tmp_path: Path) -> None:
+    """A set may be larger than memory."""
+    alive: list[weakref.ref[np.ndarray]] = []
+    most = 0
+    samples = [Sample(np.arange(n, n + 7, dtype=np.int32), np.arange(7) % 2 == 0) for n in range(6)]
+
+    def pieces() -> Iterator[Arrays]:
+        nonlocal most
+        for sample in samples:
+            piece = pack_arrays([sample])
+            alive.append(weakref.ref(piece.ids))
+            most = max(most, sum(one() is not None for one in alive))
+            yield piece
+            del piece
+
+    write_part(tmp_path, pieces(), {}, 42)
+    store = TokenStore([TokenPart(tmp_path)])
+    assert all(np.array_equal(store.sample(n).input_ids, sample.input_ids) for n, sample in enumerate(samples))
+    assert most <= 2 and store.num_targets.tolist() == [3] * 6
+    with pytest.raises(ValueError, match="hold 42 tokens, and 43"):
+        write_part(tmp_path, map(pack_arrays, [samples]), {}, 43)
 
 
 def test_an_empty_part_can_be_written(tmp_path: Path) -> None:

@@ -287,7 +287,7 @@ def _tokenize_set(
     lines = [json.dumps(vars(fault), ensure_ascii=False) + "\n" for fault in bad]
     (whole / "bad.jsonl").write_text("".join(lines), encoding="utf-8")
     meta = {"name": found.name, "counts": vars(counts), "bad": [vars(fault) for fault in bad[:MOST_FAULTS]]}
-    write_part(whole, [read_arrays(draft, number) for number in range(len(pieces))], meta)
+    write_part(whole, (read_arrays(draft, number) for number in range(len(pieces))), meta, counts.num_tokens)
     shutil.rmtree(folder, ignore_errors=True)  # a damaged one, if any
     os.replace(whole, folder)
     shutil.rmtree(draft)

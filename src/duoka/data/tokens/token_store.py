@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,7 @@ from duoka.data.tokens.template import Sample
 from duoka.runs.folder import read_json, write_json_atomic
 
 ARRAYS = ("ids", "targets", "offsets", "num_targets", "content", "marks")  # and margins, where there are any
+_COLUMNS = ("num_targets", "content", "marks")  # one number a sample
 
 
 @dataclass(frozen=True)
@@ -76,27 +77,41 @@ def _salt(mark: int, margin: float) -> bytes:
     return first + (struct.pack("<d", margin) if margin else b"")
 
 
-def write_part(folder: Path, pieces: Sequence[Arrays], meta: dict[str, Any]) -> None:
-    """Join pieces into the arrays of one part. `folder` is a draft: its owner renames it when it is whole."""
-    num_tokens = sum(len(piece.ids) for piece in pieces)
-    for name, dtype in (("ids", np.int32), ("targets", np.bool_)):
-        out = np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=dtype, shape=(num_tokens,))
-        at = 0
-        for piece in pieces:
-            values = getattr(piece, name)
-            out[at : at + len(values)] = values
-            at += len(values)
-        out.flush()
-    lengths = np.concatenate([np.zeros(0, np.int64), *(np.diff(piece.offsets) for piece in pieces)])
-    np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), allow_pickle=False)
-    for name, dtype in (("num_targets", np.int32), ("content", np.uint64), ("marks", np.int32)):
-        joined = np.concatenate([np.zeros(0, dtype), *(getattr(piece, name) for piece in pieces)])
-        np.save(folder / f"{name}.npy", joined, allow_pickle=False)
-    if any(piece.margins is not None for piece in pieces):
-        margins = [np.zeros(len(piece.marks)) if piece.margins is None else piece.margins for piece in pieces]
+def write_part(folder: Path, pieces: Iterable[Arrays], meta: dict[str, Any], num_tokens: int | None = None) -> None:
+    """Join pieces into the arrays of one part. `folder` is a draft: its owner renames it when it is whole.
+
+    With `num_tokens`, what they hold together, each piece is let go before the next is asked for.
+    """
+    if num_tokens is None:
+        pieces = list(pieces)
+        num_tokens = sum(len(piece.ids) for piece in pieces)
+    ids, targets = (
+        np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=dtype, shape=(num_tokens,))
+        for name, dtype in (("ids", np.int32), ("targets", np.bool_))
+    )
+    empty = pack_arrays([])
+    sizes: list[np.ndarray] = [np.zeros(0, np.int64)]
+    columns: dict[str, list[np.ndarray]] = {name: [getattr(empty, name)] for name in _COLUMNS}
+    margins, at = [np.zeros(0)], 0
+    for piece in pieces:
+        end = at + len(piece.ids)
+        ids[at:end], targets[at:end], at = piece.ids, piece.targets, end
+        sizes.append(np.diff(piece.offsets))
+        for name, parts in columns.items():
+            parts.append(getattr(piece, name))
+        margins.append(np.zeros(len(piece.marks)) if piece.margins is None else piece.margins)
+    if at != num_tokens:
+        raise ValueError(f"the pieces hold {at} tokens, and {num_tokens} were counted")
+    ids.flush()
+    targets.flush()
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
+    np.save(folder / "offsets.npy", offsets, allow_pickle=False)
+    for name, parts in columns.items():
+        np.save(folder / f"{name}.npy", np.concatenate(parts), allow_pickle=False)
+    if any(part.any() for part in margins):
         np.save(folder / "margins.npy", np.concatenate(margins), allow_pickle=False)
-    sizes = {file.stem: file.stat().st_size for file in sorted(folder.glob("*.npy"))}
-    write_json_atomic(folder / "meta.json", {**meta, "sizes_bytes": sizes})
+    sizes_bytes = {file.stem: file.stat().st_size for file in sorted(folder.glob("*.npy"))}
+    write_json_atomic(folder / "meta.json", {**meta, "sizes_bytes": sizes_bytes})
 
 
 class TokenPart:
