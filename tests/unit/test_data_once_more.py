@@ -18,7 +18,7 @@ from duoka.data import prepare
 from duoka.data.dataset_lengths import find_lengths, lengths_of, remember_lengths
 from duoka.data.feed.stream_source import build_source
 from duoka.data.prepare import PreparedData, prepare_data
-from duoka.data.read.registry import find_sets
+from duoka.data.read.registry import check_data, find_sets
 from duoka.data.tokens.tokenizer import ChatTokenizer, load_tokenizer
 from duoka.errors import DataError
 
@@ -130,6 +130,30 @@ def test_a_streams_documents_end_so_too_and_are_another_order(tmp_path: Path, on
 def _saved(tokenizer: ChatTokenizer, folder: Path) -> Path:
     tokenizer.save(folder / "saved.json")
     return folder / "saved.json"
+
+
+@pytest.mark.parametrize(
+    ("train", "measured"), [(["all"], ["all/b.jsonl"]), (["all/a.jsonl"], ["link.jsonl"]), (["all/a.jsonl"], ["all"])]
+)
+def test_a_file_that_is_learned_cannot_be_measured_by_another_name(
+    tmp_path: Path, train: list[str], measured: list[str]
+) -> None:
+    (tmp_path / "all").mkdir()
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / "all" / f"{name}.jsonl", simple_records(4))
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "all" / "a.jsonl")
+    (fault,) = check_data(config_for(*train, eval=measured), tmp_path)
+    assert "which data.train learns" in fault.what and fault.key == "data.eval"
+    assert not check_data(config_for("all/a.jsonl", eval=["all/b.jsonl"]), tmp_path)
+
+
+def test_a_file_that_two_sets_read_is_said(tmp_path: Path) -> None:
+    (tmp_path / "all").mkdir()
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / "all" / f"{name}.jsonl", simple_records(4))
+    said = [found.notes for found in find_sets(config_for("all", "all/b.jsonl"), tmp_path)]
+    assert "all/b.jsonl: b.jsonl is in 'all' too, and is learned twice in every epoch" in said[1]
+    assert not any("twice" in note for found in find_sets(config_for("all"), tmp_path) for note in found.notes)
 
 
 def test_a_padded_plan_does_not_take_the_lengths_of_packed_pairs(tmp_path: Path, tiny_tokenizer_folder: Path) -> None:

@@ -160,7 +160,35 @@ def _find(config: RunConfig, base: Path) -> tuple[list[ResolvedSet], list[Fault]
                 sets.append(replace(found, form=form, split=split, **asked))  # type: ignore[arg-type]
             else:
                 faults += found
-    return sets, faults + (_check_stream(sets) if data.stream else [])
+    faults += _check_stream(sets) if data.stream else []
+    return _say_doubled(sets), faults + list(_find_leaks(sets))
+
+
+def _find_leaks(sets: list[ResolvedSet]) -> Iterator[Fault]:
+    """Files that are learned and measured, by whatever names: rules.py sees equal names alone."""
+    learned = {path.resolve(): found.name for found in sets if found.split == "train" for path in found.files}
+    for found in sets:
+        path = next((path for path in found.files if path.resolve() in learned), None)
+        if found.split == "eval" and path is not None:
+            what = f"data.eval reads {path.name}, which data.train learns with {learned[path.resolve()]!r}"
+            fix = "name the files to learn one by one, or hold a share of them back:   eval: 0.1"
+            yield Fault(f"{what}: its loss would say nothing about new data", key="data.eval", file=str(path), fix=fix)
+
+
+def _say_doubled(sets: list[ResolvedSet]) -> list[ResolvedSet]:
+    """The sets with a note where a file that another one reads in the same way would be learned twice an epoch."""
+    first: dict[tuple[Path, str], str] = {}
+    out = []
+    for found in sets:
+        form = json.dumps([found.form.to_json(), found.form.kind])
+        keys = [(path.resolve(), form) for path in found.files if found.split == "train"]
+        twice = next((key for key in keys if key in first), None)
+        first = {**dict.fromkeys(keys, found.name), **first}
+        if twice is not None:
+            said = f"{found.name}: {twice[0].name} is in {first[twice]!r} too, and is learned twice in every epoch"
+            found = replace(found, notes=(*found.notes, said))
+        out.append(found)
+    return out
 
 
 def _take_last_file(sets: list[ResolvedSet], source: DataSource, key: str) -> ResolvedSet | list[Fault]:
