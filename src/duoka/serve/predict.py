@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from duoka.data.read.example import BadRecord, Example, Prompt
 from duoka.data.read.record_kinds import read_record
 from duoka.data.read.records import find_pieces, read_piece
-from duoka.data.read.registry import find_sets
+from duoka.data.read.registry import find_sets, max_record_bytes
 from duoka.data.tokens.template import encode_prompt, render_prompt
 from duoka.errors import ConfigError, Fault
 from duoka.runs.folder import write_json_atomic, write_text_atomic
@@ -111,15 +111,13 @@ def _answer(lm: torch.nn.Module, tokenizer: ChatTokenizer, example: Example | Pr
 
 
 def _read_examples(config: RunConfig, base: Path) -> Iterator[Example | Prompt]:
+    most = max_record_bytes(config.data.max_length)
     for found in find_sets(config, base):
-        left = found.max_samples or math.inf
         pieces = (piece for path in found.files for piece in find_pieces(path, _PIECE_BYTES))
-        for record in (record for piece in pieces if not isinstance(piece, Fault) for record in read_piece(piece)):
+        records = ([piece] if isinstance(piece, Fault) else read_piece(piece, most) for piece in pieces)
+        for record in itertools.islice(itertools.chain.from_iterable(records), found.max_samples):
             if isinstance(record, Fault):
                 continue  # measured and reported when the same data were tokenized
-            if left <= 0:
-                break
-            left -= 1
             try:
                 example = read_record(record.value, found.form, source=record.file, line=record.line)
             except BadRecord:
