@@ -219,3 +219,30 @@ def test_what_became_of_the_tokens_is_said(tmp_path: Path) -> None:
     usage = rank.usage()
     assert usage.num_tokens + usage.num_begins == 320
     assert "0 discarded" in usage.line() and usage.num_cut > 0
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 6], [1, 9], [3, 1, 1, 1]])
+def test_uneven_row_groups_feed_as_many_streams_as_there_are_documents(tmp_path: Path, sizes: list[int]) -> None:
+    units = find_units(write_files(tmp_path, [sizes]))
+    for num_streams in range(1, sum(sizes) + 1):
+        plan = StreamPlan(units, num_streams=num_streams, seed=3)
+        read = [unit for stream in range(num_streams) for unit in plan.units_of(stream, 0)]
+        assert sorted(read, key=lambda unit: (unit.group, unit.start)) == plan.units and len(set(read)) == len(read)
+        assert all_tokens(plan.units) == all_tokens(units)
+
+
+def test_files_without_any_text_are_refused_and_not_read_for_ever(tmp_path: Path) -> None:
+    for name, texts in (("bare", ["", " ", None]), ("one", ["", "7 8 9", None])):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), tmp_path / name / "0.parquet")
+    streams = {
+        name: VirtualStream(
+            StreamPlan(find_units([tmp_path / name / "0.parquet"]), num_streams=3, seed=3),
+            1,
+            Packing(4, tokenize, BEGIN),
+        )
+        for name in ("bare", "one")
+    }
+    with pytest.raises(DataError, match="found no text in"):
+        streams["bare"].row()
+    assert [part.input_ids.tolist() for _ in range(2) for part in streams["one"].row()] == [[BEGIN, 7, 8, 9]] * 2

@@ -22,6 +22,7 @@ from duoka.errors import ConfigError, DataError
 
 Tokenize = Callable[[list[str]], list[list[int]]]
 _DOCUMENTS_AT_ONCE = 64
+_BARE_EPOCHS = 8
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,10 @@ class StreamPlan:
         # With fewer row groups than streams, several streams share one: all have data, no document is read twice.
         parts = -(-num_streams // max(1, len(units)))
         self.units = [cut for unit in units for cut in _cut_unit(unit, parts)]
+        largest = max((unit.end - unit.start for unit in units), default=0)
+        while len(self.units) < num_streams and parts < largest:  # small groups give fewer parts than large ones
+            parts += 1
+            self.units = [cut for unit in units for cut in _cut_unit(unit, parts)]
         if len(self.units) < num_streams:
             raise DataError(
                 f"{len(self.units)} documents cannot feed {num_streams} streams",
@@ -179,22 +184,24 @@ class VirtualStream:
     def _read(self, start: Cursor) -> Iterator[tuple[Cursor, list[int]]]:
         """(place, tokens) of documents from a place on. `_after` is the place behind the last one given."""
         epoch, first_unit = start.epoch, start.unit
+        num_bare = 0  # units in a row without any text
         while True:
-            num_read = 0
             for index, unit in enumerate(self.plan.units_of(self.number, epoch)[first_unit:], start=first_unit):
                 place = Cursor(epoch, index)
                 skip = start.document if (epoch, index) == (start.epoch, start.unit) else 0
+                num_bare += 1
                 for document, tokens in self.read_unit(unit, skip):
                     is_first = (epoch, index, document) == (start.epoch, start.unit, start.document)
                     token = start.token if is_first else 0
                     self._after = replace(place, document=document + 1)
-                    num_read += 1
+                    num_bare = 0 if tokens else num_bare
                     if len(tokens) > token:
                         yield replace(place, document=document, token=token), tokens
                     else:
                         self.usage.num_empty += not tokens
-            if not num_read and not first_unit and not start.document:
-                raise DataError(f"stream {self.number} has no text in a whole epoch", fix="look at the files' texts")
+            if num_bare > _BARE_EPOCHS * len(self.plan.units):  # its units are others in each epoch
+                what = f"stream {self.number} found no text in {num_bare} row groups or parts of them"
+                raise DataError(what, fix="look at the files' texts: their documents are empty")
             epoch, first_unit = epoch + 1, 0
             self._after = Cursor(epoch)
             start = Cursor(epoch)
