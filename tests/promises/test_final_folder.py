@@ -165,6 +165,39 @@ def test_a_full_disk_on_one_rank_is_told_by_all_and_leaves_nothing(place):
     assert files_of(place / "full-disk" / "final") == files_of(place / "odd-oracle-50GB")
 
 
+def write_adapters_once(folder, target):
+    """One result of two ranks that rank 0 alone writes, by a library that raises no OSError for a full disk."""
+    import resource
+
+    from peft import LoraConfig, get_peft_model
+
+    from duoka.comm.world import end_world, start_world
+    from duoka.config.schema import ParallelConfig
+    from duoka.model.build import load_model
+    from duoka.model.request import ModelRequest
+    from duoka.parallel.mesh import build_mesh
+    from duoka.plan.layout import Layout
+    from duoka.store.final_folder import ResultSources, write_final
+
+    world = start_world(ParallelConfig())
+    mesh = build_mesh(Layout(dp=2, strategy="ddp"), world)
+    lm = get_peft_model(load_model(ModelRequest(folder / "odd", dtype=torch.float32)), LoraConfig())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    with pytest.raises(StorageError, match=r"File too large[\s\S]*ulimit -f"):
+        write_final(lm, mesh, lambda: ResultSources(folder / "odd", folder / "odd"), target)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    world.barrier()
+    assert not list(target.parent.iterdir()), "half a result was left"
+    end_world(world)
+
+
+@pytest.mark.timeout(120)
+def test_adapters_that_find_no_room_are_told_by_all_too(place, tmp_path):
+    """safetensors' own error left rank 0 as a bug, and the others in a wait for it."""
+    run_world(2, write_adapters_once, place, tmp_path / "final")
+
+
 def die_in_the_middle(folder, target):
     import duoka.store.final_folder as room
     from duoka.comm.world import World

@@ -184,6 +184,16 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert done.stderr == "" and done.returncode == frame.BROKEN_PIPE
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_empty_ones(closed: str, tmp_path: Path) -> None:
+    """Python has None for them: chat asked None whether it is a terminal, and a file took the number of the output."""
+    line = f'exec "$0" -m duoka init new.yaml {closed}'
+    done = subprocess.run(["sh", "-c", line, sys.executable], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    written = (tmp_path / "new.yaml").read_text(encoding="utf-8")
+    assert "model:" in written and "next:" not in written
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts_name_our_variable(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert frame.run(["completion", shell]) == 0

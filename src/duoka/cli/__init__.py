@@ -7,7 +7,6 @@ command's own imports happen inside its function. A command returns its exit cod
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import sys
 import traceback
@@ -19,8 +18,9 @@ import click
 from duoka import __version__
 from duoka.cli import words_zh
 from duoka.cli.language import framed, language
-from duoka.errors import DuokaError, StorageError
+from duoka.errors import DuokaError
 from duoka.process.no_memory import is_no_memory, no_memory  # here: without memory nothing can be imported any more
+from duoka.process.no_room import disk_error, no_room
 from duoka.process.open_files import is_too_many_files, too_many_files  # nor without a file
 from duoka.registry import nearest
 
@@ -198,6 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """As `main`, for callers that go on: the exit code of one command line."""
+    _open_closed_streams()
     _print_what_can_be_printed()
     from duoka.cli.typed import mend, without_local_rank
 
@@ -238,12 +239,6 @@ BUG_LINES = (
     "this is a bug in duoka. Please report it with the lines above,",
     "the command that you typed, and what `duoka env` prints.",
 )
-_STORAGE = {
-    errno.ENOSPC: "there is no space left on the device",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the file system is read-only",
-    errno.EIO: "the device does not read or write (input/output error)",
-}
 
 
 def find_known_fault(error: BaseException) -> DuokaError | None:
@@ -254,10 +249,8 @@ def find_known_fault(error: BaseException) -> DuokaError | None:
         return error
     if is_no_memory(error):
         return no_memory()
-    if isinstance(error, OSError) and error.errno in _STORAGE:
-        where = f"at {error.filename}" if error.filename else None
-        return StorageError(_STORAGE[error.errno], where=where, fix="free some space, or write elsewhere")
-    return None
+    refused = disk_error(error)
+    return None if refused is None else no_room(refused)
 
 
 def usage_lines(error: click.ClickException) -> list[str]:
@@ -280,6 +273,20 @@ def print_error(lines: Sequence[str]) -> None:
     for line in shown:
         with contextlib.suppress(BrokenPipeError):
             click.echo(line, err=True, color=False if os.environ.get("NO_COLOR") else None)
+
+
+def _open_closed_streams() -> None:
+    """Streams that a caller closed (`duoka ... <&-`) are empty ones: Python has None for them, and the next file that
+    is opened would get their number, and what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        with contextlib.suppress(OSError):
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _print_what_can_be_printed() -> None:

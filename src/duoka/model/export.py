@@ -28,6 +28,7 @@ from duoka.model.experts import find_experts
 from duoka.model.lora import save_adapter, untie_adapted_head
 from duoka.model.request import ModelRequest
 from duoka.model.result import add_stop_token, base_dtype, copy_tokenizer, name_dtype
+from duoka.process.no_room import disk_error, more_room
 from duoka.runs.folder import apply_umask
 
 # Text of several kinds: what adapters changed shows where the model is sure of itself, not on noise.
@@ -106,7 +107,7 @@ def export_model(
         untie_adapted_head(lm)
         lm = lm.merge_and_unload(safe_merge=True)  # type: ignore[operator]
     add_stop_token(lm, stop_id)
-    with _draft_of(folder) as draft:
+    with draft_of(folder) as draft:
         most = {} if shard_gb is None else {"max_shard_size": f"{shard_gb}GB"}
         narrow(lm, dtype)
         with without_deepspeed():
@@ -126,7 +127,7 @@ def export_model(
 def export_adapter(lm: torch.nn.Module, sources: Sources, base_name: str, folder: Path) -> int:
     """Write the adapter alone as a PEFT folder that names its base; returns its size in bytes."""
     check_target(folder)
-    with _draft_of(folder) as draft:
+    with draft_of(folder) as draft:
         save_adapter(lm, draft)
         write_base(sources.base, draft)
         # Named afterwards: PEFT would look for that base, on the Hub too, before it writes.
@@ -184,7 +185,7 @@ def _check_difference(exported: Exported, *, has_experts: bool) -> None:
 
 
 @contextlib.contextmanager
-def _draft_of(folder: Path) -> Iterator[Path]:
+def draft_of(folder: Path) -> Iterator[Path]:
     """A hidden folder that takes the name `folder` when the block ends well, and vanishes when it doesn't."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -195,8 +196,15 @@ def _draft_of(folder: Path) -> Iterator[Path]:
         yield draft
         apply_umask(draft)
         draft.rename(folder)
-    except OSError as error:
-        raise StorageError(f"cannot write {folder}: {error.strerror or error}", fix="nothing was left there") from error
+    except Exception as error:
+        refused = error if isinstance(error, OSError) else disk_error(error)
+        if refused is None:
+            raise
+        raise StorageError(
+            f"cannot write {folder}: {refused.strerror or refused}",
+            where="nothing was left there",
+            fix=f"{more_room(refused)}, or write elsewhere",
+        ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

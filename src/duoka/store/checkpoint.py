@@ -26,6 +26,7 @@ from duoka.errors import StorageError
 from duoka.parallel.powersgd import changes_in_passes
 from duoka.plan.hardware import available_memory_bytes
 from duoka.plan.layout import Layout
+from duoka.process.no_room import more_room
 from duoka.runs.folder import RunFolder, read_owner
 from duoka.runs.manifest import (
     CONFIG,
@@ -334,7 +335,7 @@ class CheckpointStore:
         except OSError as error:
             errors = [error]
         if errors:
-            fault = self._fault(target, errors, sum(record.size_bytes for record in files.values()))
+            fault = self._fault(target, errors, self._needed)
             shutil.rmtree(draft, ignore_errors=True)
             return fault
         if target.keep is not None:
@@ -362,7 +363,7 @@ class CheckpointStore:
             free = f"the free space there is unknown: {error.strerror}"
         newest = next(iter(list_checkpoints(folder)), None)
         kept = f"{newest.name} is intact" if newest else "there is no earlier checkpoint"
-        fix = f"{kept}; free some space, and the same command goes on"
+        fix = f"{kept}; {more_room(errors[0])}, and the same command goes on"
         return SaveFault(target.step, what, f"{reasons}\n{free}", fix)
 
     # --- loading ---

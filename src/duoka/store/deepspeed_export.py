@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from duoka.errors import ConfigError
+from duoka.model.export import draft_of
 from duoka.runs.manifest import step_of
 from duoka.store.reader import opened
 from duoka.store.resume import STATE, config_of
@@ -40,28 +41,30 @@ class Exported:
 
 def export_universal(checkpoint: Path, folder: Path, say: Callable[[str], None] = lambda _: None) -> Exported:
     """Write `checkpoint` into the new `folder`; `say` hears how far it is, where that takes long."""
-    step, place = step_of(checkpoint), folder / f"global_step{step_of(checkpoint)}"
+    step = step_of(checkpoint)
     with opened(checkpoint) as (_, saved):
         shapes = {name: tuple(one.size) for name, one in saved.items() if hasattr(one, "size")}
     names = [name.removeprefix("model.") for name in shapes if name.startswith("model.")]
     _check(checkpoint, names, shapes)
-    (place / "zero").mkdir(parents=True)
-    count, total, said = torch.tensor(float(step)), 0, time.monotonic()
-    for number, name in enumerate(names):
-        kept = [f"model.{name}", *(f"optim.{kind}.{name}" for kind in _MOMENTS)]
-        parts = dict(zip(("fp32", *_MOMENTS), _read(checkpoint, {key: shapes[key] for key in kept}), strict=True))
-        own = place / "zero" / name
-        own.mkdir()
-        for kind, value in parts.items():
-            torch.save({"param": value, "cat_dim": 0}, own / f"{kind}.pt")
-        torch.save(count.clone(), own / "step.pt")
-        total += parts["fp32"].numel()
-        if time.monotonic() - said > _SAY_EVERY_S:
-            said = time.monotonic()
-            say(f"{number + 1:,} of {len(names):,} parameters are written")
-    _write_facts(place, checkpoint, step)
-    (folder / "latest_universal").write_text(place.name, encoding="utf-8")
-    return Exported(step, total, len(names), place.name)
+    with draft_of(folder) as draft:
+        place = draft / f"global_step{step}"
+        (place / "zero").mkdir(parents=True)
+        count, total, said = torch.tensor(float(step)), 0, time.monotonic()
+        for number, name in enumerate(names):
+            kept = [f"model.{name}", *(f"optim.{kind}.{name}" for kind in _MOMENTS)]
+            parts = dict(zip(("fp32", *_MOMENTS), _read(checkpoint, {key: shapes[key] for key in kept}), strict=True))
+            own = place / "zero" / name
+            own.mkdir()
+            for kind, value in parts.items():
+                torch.save({"param": value, "cat_dim": 0}, own / f"{kind}.pt")
+            torch.save(count.clone(), own / "step.pt")
+            total += parts["fp32"].numel()
+            if time.monotonic() - said > _SAY_EVERY_S:
+                said = time.monotonic()
+                say(f"{number + 1:,} of {len(names):,} parameters are written")
+        _write_facts(place, checkpoint, step)
+        (draft / "latest_universal").write_text(place.name, encoding="utf-8")
+    return Exported(step, total, len(names), f"global_step{step}")
 
 
 def _check(checkpoint: Path, names: list[str], shapes: Collection[str]) -> None:

@@ -41,6 +41,7 @@ from duoka.parallel.flat_shard import is_cut_flat, part_of_cut
 from duoka.parallel.gather import gather_state
 from duoka.parallel.mesh import Mesh
 from duoka.parallel.tensor_part import part_of, whole_shape
+from duoka.process.no_room import disk_error, more_room
 from duoka.runs.heart import Heart
 from duoka.torch_private import compute_local_shape_and_global_offset
 
@@ -158,9 +159,9 @@ def write_weights(lm: torch.nn.Module, mesh: Mesh, folder: Path, options: Mappin
 
 RUN_GOES_ON = (
     "the last checkpoint is whole, and a result that was there before is unchanged",
-    "free some space there, then start the same command again: it trains no step anew",
+    "{room} there, then start the same command again: it trains no step anew",
 )
-LOOP_GOES_ON = ("", "free some space there, or name another folder")
+LOOP_GOES_ON = ("", "{room} there, or name another folder")
 
 
 @contextlib.contextmanager
@@ -169,15 +170,18 @@ def _shared_fault(side: World, final: Path, words: tuple[str, str] = RUN_GOES_ON
     fault: OSError | None = None
     try:
         yield
-    except OSError as error:
-        fault = error
-    told = side.gather(None if fault is None else fault.strerror or str(fault))
-    reasons = list(dict.fromkeys(one for one in told if one is not None))
+    except Exception as error:
+        # A library in another language raises a kind of its own for a full disk.
+        fault = error if isinstance(error, OSError) else disk_error(error)
+        if fault is None:
+            raise
+    told = side.gather(None if fault is None else (fault.strerror or str(fault), more_room(fault)))
+    reasons = dict(one for one in told if one is not None)
     if reasons:
         raise StorageError(
             f"the result could not be written to {final}: {'; '.join(reasons)}",
             where=words[0],
-            fix=words[1],
+            fix=words[1].format(room=next(iter(reasons.values()))),
         ) from fault
 
 
