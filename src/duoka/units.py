@@ -187,11 +187,11 @@ def format_count(count: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """5025 -> "1h 24min", 0.034 -> "34 ms"."""
-    if 0 < seconds < 0.1:
+    if 0 < seconds < 0.0995:  # what two digits would round to 0.1 s is written so: "1e+02 ms" otherwise
         return f"{seconds * 1000:.2g} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, secs = divmod(int(seconds), 60)
+    if seconds < 59.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, secs = divmod(max(60, int(seconds)), 60)
     if minutes < 60:
         return f"{minutes}min {secs:02d}s"
     hours, minutes = divmod(minutes, 60)

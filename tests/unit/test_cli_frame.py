@@ -184,6 +184,19 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert done.stderr == "" and done.returncode == frame.BROKEN_PIPE
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("--lr=3", "optim.lr=..."), ("--learning_rate", "optim.lr=..."), ("--max-length", "data.max_length=..."),
+     ("--nprocs", "did you mean --nproc?")],
+)  # fmt: skip
+def test_an_option_that_is_a_key_of_the_yaml_is_told_as_one(
+    typed: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--lr` was answered with: did you mean --slurm?"""
+    assert frame.run(["train", "x.yaml", typed, "3"]) == 2
+    assert meant in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_are_empty_ones(closed: str, tmp_path: Path) -> None:
     """Python has None for them: chat asked None whether it is a terminal, and a file took the number of the output."""

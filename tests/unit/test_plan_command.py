@@ -224,3 +224,9 @@ def test_a_base_that_does_not_fit_under_adapters_is_offered_packed_and_only_ther
         not in plan("--params", "13B", "--on", "2xRTX4090", "--layout", "fsdp2", words[-1]).output
     )
     assert "model.quantization: nf4" not in plan("--params", "7B", "--on", "A100-80G").output
+
+
+def test_a_model_that_is_cut_is_whole_in_a_group_of_processes_and_not_in_each():
+    """It said "2 processes, each with a whole model" of eight that hold a quarter each."""
+    said = " ".join(plan("--params", "7B", "--on", "2x4xA100-80G@1x10GbE").output.split())
+    assert "ddp2.pp4: 2 groups of 4 processes, each group with a whole model" in said

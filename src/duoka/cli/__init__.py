@@ -258,13 +258,30 @@ def usage_lines(error: click.ClickException) -> list[str]:
     message = error.format_message().strip()
     lines = message.splitlines() or ["the command line is wrong"]
     if isinstance(error, click.NoSuchOption):
-        guesses = error.possibilities or []
+        guesses, key = error.possibilities or [], _key_meant(error)
         lines = [f"there is no option {error.option_name}"]
-        lines += [f"did you mean {guesses[0]}?"] if guesses else []
+        if key:
+            lines.append(f"a key of the YAML is written without dashes:   {key}=...")
+        elif guesses:
+            lines.append(f"did you mean {guesses[0]}?")
     out = [f"usage error: {lines[0][:1].lower()}{lines[0][1:]}", *(f"  {line}" for line in lines[1:])]
     ctx = getattr(error, "ctx", None)
     out.append(f"  see:   {ctx.command_path if ctx else 'duoka'} --help")
     return out
+
+
+def _key_meant(error: click.NoSuchOption) -> str:
+    """The key that `--lr` stands for, typed as other trainers' scripts take it; "" where none of that name is known."""
+    command = error.ctx.command if error.ctx else None
+    if command is None or not any(param.name == "overrides" for param in command.params):
+        return ""
+    from duoka.config.catalog import known_keys
+    from duoka.config.foreign import foreign_names
+
+    word = error.option_name.lstrip("-").partition("=")[0].replace("-", "_")
+    named = [key for key in known_keys() if word in (key, key.rpartition(".")[2]) and "." in key]
+    foreign = foreign_names().get(word)
+    return named[0] if named else foreign.keys[0] if foreign and foreign.keys else ""
 
 
 def print_error(lines: Sequence[str]) -> None:

@@ -49,6 +49,7 @@ def show(folder: str, as_json: bool) -> None:
 
 def table(rows: list[RunRow]) -> list[str]:
     from duoka.units import format_seconds
+    from duoka.watch.screen import cells as columns
 
     cells = [("name", "state", "step", "loss", "tokens/s", "ranks", "age", "")]
     for row in rows:
@@ -59,10 +60,11 @@ def table(rows: list[RunRow]) -> list[str]:
         note = f"pid {row.pid}" if row.is_alive else row.cause.partition("\n")[0] if has_cause else ""
         age = format_seconds(row.age_s)
         cells.append((row.name, row.state, steps, loss, speed, str(row.world_size), age, note))
-    widths = [max(len(line[column]) for line in cells) for column in range(7)]
+    widths = [max(columns(line[column]) for line in cells) for column in range(7)]
 
     def lay_out(line: tuple[str, ...]) -> str:
-        texts = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
+        # Not by letters: a Chinese one takes two columns.
+        texts = [cell + " " * (width - columns(cell)) for cell, width in zip(line[:2], widths[:2], strict=True)]
         texts += [cell.rjust(width) for cell, width in zip(line[2:7], widths[2:], strict=True)]
         return "  ".join([*texts, line[7]]).rstrip()
 

@@ -34,6 +34,11 @@ _KINDS: dict[Strategy, str] = {
     "hsdp": "the {s} processes of a node share one model",
 }
 
+_OF_CUT_MODELS: dict[Strategy, str] = {
+    "ddp": "{n} groups of {b} processes, each group with a whole model",
+    "fsdp": "{w} processes share one model",
+}
+
 
 def choose_strategy(
     config: RunConfig, task: Task, layout: Layout, cluster: Cluster, available_bytes: int
@@ -138,8 +143,9 @@ def _shared_as(layout: Layout, best: Layout) -> Layout:
 
 def _reason(best: Candidate, ranking: Ranking, task: Task, layout: Layout, available_bytes: int) -> str:
     how = best.layout
-    words = _KINDS.get(how.strategy, "one model over {w} processes")
-    words = words.format(n=how.dp * how.sp, s=how.shard * how.sp, w=how.world_size)
+    kinds = _KINDS | _OF_CUT_MODELS if how.tp * how.pp > 1 else _KINDS
+    words = kinds.get(how.strategy, "one model over {w} processes")
+    words = words.format(n=how.dp * how.sp, s=how.shard * how.sp, w=how.world_size, b=how.tp * how.pp)
     name = how.strategy if not how.axes or how.axes == layout.axes else how.name.replace("·", ".")
     rows = [one for one in ranking.candidates if one.layout.axes == layout.axes]
     plain = next((one for one in rows if one.layout.strategy == "ddp"), None)
