@@ -4,6 +4,7 @@ Pages leave lines out. Those that they have are compared, whatever their spaces.
 """
 
 import functools
+import itertools
 import re
 import shlex
 
@@ -20,7 +21,7 @@ def shown_plans():
     for page in PAGES:
         text = read(page)
         blocks = list(blocks_of(page, text))
-        for block, behind in zip(blocks, [*blocks[1:], None], strict=True):
+        for block, behind in itertools.zip_longest(blocks, blocks[1:]):
             lines = PLAN.findall(block.text.replace("\\\n", " "))
             if not lines or behind is None or behind.kind != "text":
                 continue
