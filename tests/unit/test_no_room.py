@@ -95,3 +95,16 @@ def test_a_command_whose_file_is_too_large_says_so_and_leaves_nothing(line, tmp_
     said = capsys.readouterr().err
     assert "ulimit -f" in said and "Traceback" not in said, said
     assert sorted(path.name for path in tmp_path.iterdir()) == there, "half a result was left"
+
+
+@pytest.mark.parametrize("line", ["plan sft.yaml --html", "data inspect sft.yaml --html"])
+def test_a_page_goes_where_it_is_asked_for_or_it_is_said_why_not(line, tmp_path, monkeypatch, capsys):
+    """A folder that was not there was a bug."""
+    monkeypatch.chdir(tmp_path)
+    model, data = write_tiny_model(tmp_path / "tiny"), write_conversations(tmp_path / "a.jsonl", 4)
+    (tmp_path / "sft.yaml").write_text(f"model: {model}\ndata: {{train: [{data}]}}\n", encoding="utf-8")
+    assert cli.run([*line.split(), "new/page.html"]) == 0
+    assert "<!doctype html>" in (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
+    assert cli.run([*line.split(), "a.jsonl/page.html"]) == 6
+    said = capsys.readouterr().err
+    assert "cannot write a.jsonl/page.html" in said and "Traceback" not in said, said

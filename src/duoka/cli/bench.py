@@ -48,7 +48,7 @@ def hardware(nproc: int | None, output: str | None, disk: Path, as_json: bool) -
     from duoka.comm.world import pick_device
     from duoka.plan.catalog import hardware_file
     from duoka.plan.hardware import read_machine
-    from duoka.runs.folder import write_text_atomic
+    from duoka.runs.folder import write_asked
 
     def say(text: str) -> None:
         if not as_json:
@@ -66,7 +66,7 @@ def hardware(nproc: int | None, output: str | None, disk: Path, as_json: bool) -
         say(f"all-reduce among {ranks}: {speed / 1e9:.3g} GB/s, {latency * 1e6:.0f} us before the first byte")
     path = Path(output) if output else hardware_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(path, json.dumps(facts, indent=2) + "\n")
+    write_asked(path, json.dumps(facts, indent=2) + "\n")
     click.echo(json.dumps(facts, indent=2) if as_json else f"written to {path}: duoka plan uses it on this machine")
     return 0
 
@@ -173,7 +173,7 @@ def run(
 
     from duoka.cli.bench_runs import chart, measure, table
     from duoka.plan.hardware import read_machine
-    from duoka.runs.folder import write_text_atomic
+    from duoka.runs.folder import write_asked
 
     machine = read_machine()
     names = [name.strip() for name in strategies.split(",") if name.strip()]
@@ -181,7 +181,7 @@ def run(
         config, overrides, _counts("--nproc", nproc), names or ["auto"], steps, _counts("--batches", batches)
     )
     if svg is not None:
-        write_text_atomic(Path(svg), chart(cases))
+        write_asked(Path(svg), chart(cases))
     rows = [asdict(case) for case in cases]
     lines = table(cases, machine.num_cores, len(machine.gpus))
     click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(lines))

@@ -35,7 +35,7 @@ def inspect(config: str, overrides: tuple[str, ...], samples: int, as_json: bool
     from duoka.data.prepare import prepare_data, read_tokenizer
     from duoka.data.read.registry import check_sets
     from duoka.hub.models import check_model, model_folder
-    from duoka.runs.folder import write_text_atomic
+    from duoka.runs.folder import write_asked
 
     loaded = load_config(config, overrides, checks=(check_sets, check_model))
     _say_what_training_refuses(loaded)
@@ -44,7 +44,7 @@ def inspect(config: str, overrides: tuple[str, ...], samples: int, as_json: bool
     tokenizer = read_tokenizer(loaded.config.model, loaded.base, folder)
     shown = [_look_at(prepared, place, tokenizer) for place in _places(prepared.num_shown, samples)]
     if html is not None:
-        write_text_atomic(Path(html), build_page(prepared.report, shown, f"Data of {Path(config).name}"))
+        write_asked(Path(html), build_page(prepared.report, shown, f"Data of {Path(config).name}"))
         _say(f"wrote {html}")
     if as_json:
         looked_at = [

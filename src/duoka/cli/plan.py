@@ -66,10 +66,10 @@ def command(
     subject = _find_subject(config, overrides, params, depth, place)
     plan = _make_plan(subject, place, layout_name, price)
     if html is not None:
-        from duoka.runs.folder import write_text_atomic
+        from duoka.runs.folder import write_asked
         from duoka.watch.plan_page import plan_page
 
-        write_text_atomic(Path(html), plan_page(plan))
+        write_asked(Path(html), plan_page(plan))
     checked = _dry_run(subject, plan) if dry_run else None
     if as_json:
         answer = plan.to_json() | ({"dry_run": checked.to_json()} if checked else {})

@@ -14,7 +14,7 @@ import click
 def command(run: str, folder: str, output: Path | None) -> None:
     """Write the page of RUN (a name in runs/, or a folder): curves, times, memory, config. It fetches nothing."""
     from duoka.runs.find import find_run
-    from duoka.runs.folder import write_text_atomic
+    from duoka.runs.folder import write_asked
     from duoka.watch.history import read_history
     from duoka.watch.report import report_page, write_report
 
@@ -22,5 +22,5 @@ def command(run: str, folder: str, output: Path | None) -> None:
     if output is None:
         click.echo(write_report(found))
         return
-    write_text_atomic(output, report_page(read_history(found)))
+    write_asked(output, report_page(read_history(found)))
     click.echo(output)

@@ -116,6 +116,17 @@ def apply_umask(folder: Path) -> None:
     folder.chmod(mode | (mode & 0o444) >> 2)
 
 
+def write_asked(path: Path, text: str) -> None:
+    """A page or picture where a user wants it: its folder is made, and what is no place for it is said to be none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(path, text)
+    except (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
+        raise StorageError(
+            f"cannot write {path}: {error.strerror or error}", fix="give a file in a folder that you may write to"
+        ) from error
+
+
 def write_text_atomic(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace a small file in one step, so that a reader never sees half of it; `durable`: also not after a crash."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
