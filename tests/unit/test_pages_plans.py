@@ -25,9 +25,9 @@ def shown_plans():
             lines = PLAN.findall(block.text.replace("\\\n", " "))
             if not lines or behind is None or behind.kind != "text":
                 continue
-            if behind.line - block.line <= block.text.count("\n") + 3:
+            if behind.line - block.line <= block.text.count("\n") + 6:
                 yield behind.place, re.sub(r"\s+#.*", "", lines[-1]), behind.text
-        for found in re.finditer(r"`duoka (plan [^`\n]*--on [^`\n]*)`[^`\n]*\n```[^\n]*\n(.*?)^```", text, re.S | re.M):
+        for found in re.finditer(r"`duoka (plan [^`\n]*--on [^`\n]*)`[^\n]*\n+```[^\n]*\n(.*?)^```", text, re.S | re.M):
             yield f"{page}:{text.count(chr(10), 0, found.start()) + 1}", found[1], found[2]
 
 
