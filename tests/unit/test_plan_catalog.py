@@ -161,3 +161,15 @@ def test_optimizers_and_quantized_bases_have_their_bytes():
     base = static_memory(Work(llama, LoraConfig(), "cuda", frozen_bits=4), Layout(precision="bf16")).weights_bytes
     ends = 2 * 32000 * 4096  # embedding and head are not packed
     assert base == pytest.approx(0.53 * (llama.num_parameters - ends) + 2 * ends, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("instructions", "measured"),  # GFLOP/s of a core of virtual machines, fp32 and bf16, by `duoka bench hardware`
+    [("", (69, None)), ("avx512_bf16", (95, 221))],
+)
+def test_a_cpus_guess_is_near_what_such_cpus_were_measured_at(instructions, measured):
+    device = cluster_of(replace(LAPTOP, cpu_bf16=instructions), 1, 1).device
+    for guess, found in zip((device.fp32_flops, device.half_flops), measured, strict=True):
+        assert found is None or 0.8 < guess / LAPTOP.num_cores / (found * 1e9) < 1.25
+    hindered = cluster_of(replace(LAPTOP, cpu_bf16=instructions, bf16_hindrance="a setting"), 1, 1).device
+    assert hindered.half_flops < hindered.fp32_flops

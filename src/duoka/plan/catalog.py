@@ -23,10 +23,16 @@ from duoka.plan.hardware import Gpu, Machine
 from duoka.registry import nearest
 
 GIB = 2**30
-# A core that multiplies fp32 matrices with AVX2: 2 fused operations of 8 numbers a cycle at 2.5 GHz are 0.08, and less
-# where two "cores" are threads of one. Used when nothing was measured; a wide guess, and the plan says so.
-CPU_CORE_TFLOPS = 0.06
 EMULATED_BF16 = 0.8  # of fp32's speed, on CPUs that widen bf16 to multiply it (model/wide_products.py); 135M, AVX2
+# TFLOP/s of a virtual machine's core in products, fp32 and bf16, by the instructions that it has for bf16. With AVX2,
+# 2 fused operations of 8 numbers a cycle at 2.5 GHz are 0.08, and less where two "cores" are threads of one. Used when
+# nothing was measured; a wide guess, and the plan says so.
+CPU_CORE_TFLOPS = {
+    "": (0.06, EMULATED_BF16 * 0.06),
+    "bf16": (0.06, 0.12),
+    "avx512_bf16": (0.09, 0.2),
+    "amx_bf16": (0.1, 0.48),
+}
 # What a node has beside its GPUs, when only GPUs are named: about what cloud nodes have for each.
 HOST_BYTES_PER_GPU = 128 * GIB
 
@@ -277,16 +283,18 @@ def local_cluster(machine: Machine, world_size: int, local_size: int) -> Cluster
 
 
 def _cpu(machine: Machine) -> Device:
-    flops = CPU_CORE_TFLOPS * 1e12 * machine.num_cores
+    fp32, half = (
+        1e12 * machine.num_cores * speed for speed in CPU_CORE_TFLOPS.get(machine.cpu_bf16, CPU_CORE_TFLOPS["bf16"])
+    )
     return Device(
         name=machine.cpu_name,
         generation="cpu",
         capability=0.0,
         memory_bytes=machine.memory_bytes,
         memory_bytes_per_s=20e9,
-        half_flops=(8 if machine.has_native_bf16 else EMULATED_BF16) * flops,
-        fp32_flops=flops,
-        source="cores x AVX2, a guess",
+        half_flops=half if machine.has_native_bf16 else EMULATED_BF16 * fp32,
+        fp32_flops=fp32,
+        source="cores and their instructions, a guess",
         link="memory",
         gpus_per_node=1,
     )
