@@ -51,8 +51,13 @@ def test_a_gpu_without_liger_says_how_to_get_it_once() -> None:
     assert [found[part] for part in LIGER_PARTS] == ["torch, in one kernel", "duoka", "duoka"]
     assert kernel_sentences(choose_kernels(BARE_GPU)) == [
         f"attention: {LAUNCH}; norm: torch, in one kernel; rotation, MLP: duoka; loss: {SLOPE}",
-        f"norm, rotation, MLP not by Liger: {MISSING}",
+        f"norm, rotation, MLP: not Liger, because {MISSING}",
     ]
+
+
+def test_a_cpu_without_its_kernels_says_so_in_words_that_read() -> None:
+    chosen = choose_kernels(Facts(keeps_products=True))
+    assert kernel_sentences(chosen)[1].startswith(f"attention: not {NARROW}, because selective recompute keeps")
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,8 @@ def kernel_sentences(chosen: tuple[Chosen, ...]) -> list[str]:
         if one.why:
             missed.setdefault((one.better, one.why), []).append(one.part)
     first = "; ".join(f"{', '.join(parts)}: {name}" for name, parts in by.items())
-    return [first, *(f"{', '.join(parts)} not by {better}: {why}" for (better, why), parts in missed.items())]
+    reasons = (f"{', '.join(parts)}: not {better}, because {why}" for (better, why), parts in missed.items())
+    return [first, *reasons]
 
 
 def kernels_json(chosen: tuple[Chosen, ...]) -> list[dict[str, Any]]:
