@@ -60,13 +60,15 @@ BREAKS = (
 
 @dataclass(frozen=True)
 class Row:
-    """`rows`: packed, padded, refused or not built; errors are the oracle's, relative, None where it cannot run."""
+    """`rows`: packed, padded, as written (padded, by the model's own attention), refused or not built; errors are the
+    oracle's, relative, None where it cannot run."""
 
     model_type: str
     rows: str
     why: str = ""
     packed: float | None = None
     padded: float | None = None
+    written: float | None = None
     has_experts: bool = False
 
 
@@ -113,7 +115,7 @@ def without_dropout(config) -> None:
 def measure_family(model_type: str) -> Row:
     """What duoka chooses by itself, and how far each way is from transformers' own loss and gradient."""
     from duoka.errors import ConfigError
-    from duoka.model.exactness import SelfTest
+    from duoka.model.exactness import LAYOUTS, SelfTest
 
     try:
         config = family_config(model_type)
@@ -122,17 +124,17 @@ def measure_family(model_type: str) -> Row:
             plain = load_plain(write_family(Path(folder), model_type))
             tested = SelfTest(config)
             rows = tested.layout or "refused"
-            failed = {"packed": None, "padded": "packed", "refused": "padded"}[rows]
+            failed = {"packed": None, "padded": "packed", "as written": "padded", "refused": "as written"}[rows]
             why = tested.trial(failed).sentence() if failed else ""
             errors = [
-                distance_from_alone(plain, Path(folder), one, tested.trial(one).own_logits)
-                for one in ("packed", "padded")
+                distance_from_alone(plain, Path(folder), one, tested)
+                for one in (LAYOUTS if rows in ("as written", "refused") else LAYOUTS[:2])
             ]
     except ConfigError as error:
         return Row(model_type, "refused", error.where or error.what)
     except BREAKS as error:
         return Row(model_type, "not built", f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}")
-    return Row(model_type, rows, why, *errors, has_experts)
+    return Row(model_type, rows, why, *errors, has_experts=has_experts)
 
 
 def load_plain(folder: Path):
@@ -142,7 +144,7 @@ def load_plain(folder: Path):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def distance_from_alone(plain, folder: Path, rows: str, own_logits: bool) -> float | None:
+def distance_from_alone(plain, folder: Path, rows: str, tested) -> float | None:
     """The largest relative error of loss and of any parameter's gradient; None where it cannot be computed."""
     from duoka.errors import ConfigError
     from duoka.model.build import LossModel, load_model
@@ -155,7 +157,9 @@ def distance_from_alone(plain, folder: Path, rows: str, own_logits: bool) -> flo
     want = sum(F.cross_entropy(own, one[1:], reduction="sum") for own, one in zip(logits, documents, strict=True))
     want.backward()
     try:
-        model = LossModel(load_model(ModelRequest(folder, dtype=torch.float32)).eval(), own_logits=own_logits)
+        attention = tested.written_attention if rows == "as written" else "duoka"
+        request = ModelRequest(folder, dtype=torch.float32, attention=attention, trains=True)
+        model = LossModel(load_model(request).eval(), own_logits=tested.trial(rows).own_logits)
         ours, _ = model(**(packed if rows == "packed" else padded)(documents))
         ours.backward()
     except (ConfigError, *BREAKS):
@@ -188,7 +192,13 @@ def padded(documents):
     return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(width).expand_as(ids)}
 
 
-SHOWN = {"packed": "packed", "padded": "padded by itself", "refused": "refused", "not built": "not tried"}
+SHOWN = {
+    "packed": "packed",
+    "padded": "padded by itself",
+    "as written": "padded, by its own attention",
+    "refused": "refused",
+    "not built": "not tried",
+}
 
 
 def line_of(row: Row) -> str:
@@ -198,7 +208,8 @@ def line_of(row: Row) -> str:
     if row.has_experts:
         known = "" if row.model_type in FAMILIES else ", whose sizes the plan estimates"
         why = f"mixture of experts{known}{'; ' + why if why else ''}"
-    return f"| {row.model_type} | {SHOWN[row.rows]} | {in_words(row.packed)} | {in_words(row.padded)} | {why} |"
+    errors = " | ".join(in_words(error) for error in (row.packed, row.padded, row.written))
+    return f"| {row.model_type} | {SHOWN[row.rows]} | {errors} | {why} |"
 
 
 def lines_of(lines: dict[str, str]) -> Iterator[str]:
@@ -207,8 +218,8 @@ def lines_of(lines: dict[str, str]) -> Iterator[str]:
     counts = ", ".join(f"{kinds.count(name)} {name}" for name in SHOWN.values())
     yield f"{len(lines)} model types of transformers: {counts}."
     yield ""
-    yield "| model type | rows | packed against alone | padded against alone | why |"
-    yield "|---|---|---|---|---|"
+    yield "| model type | rows | packed against alone | padded against alone | by its own attention | why |"
+    yield "|---|---|---|---|---|---|"
     yield from (lines[name] for name in sorted(lines))
 
 

@@ -53,12 +53,12 @@ def lm_eval_model(
     from duoka.comm.world import pick_device
     from duoka.model.answer import stop_tokens, window_of
     from duoka.model.build import LossModel
-    from duoka.model.exactness import needs_own_logits
+    from duoka.model.row_choice import find_passes
 
     trained = find_trained(run, step=step, say=say)
     tokenizer = load_chat_tokenizer(trained)
     asked = ModelConfig(name=trained.name, trust_remote_code=trained.trust_remote_code)
-    own_logits = needs_own_logits(asked, trained.base, packing=False)
+    own_logits = find_passes(asked, trained.base, packing=False).own_logits
     model = LossModel(load_trained(trained, dtype=choose_dtype(precision)), own_logits=own_logits).to(pick_device(0))
     stops = stop_tokens(model.core, tokenizer)
     judge = Answers(trained.name, model, tokenizer, stops, window_of(model.core) or _USUAL_LENGTH, precision, batch)

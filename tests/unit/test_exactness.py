@@ -10,7 +10,8 @@ from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelCon
 from duoka.errors import ConfigError
 from duoka.model import exactness
 from duoka.model.attention import register_attention
-from duoka.model.exactness import SelfTest, check_stages, choose_rows, needs_own_logits
+from duoka.model.exactness import SelfTest
+from duoka.model.row_choice import check_stages, choose_rows, find_passes
 from duoka.model.tiny_copy import build_tiny, tiny_config
 
 
@@ -55,7 +56,7 @@ def test_a_llama_is_packed_with_our_head(tmp_path, fresh):
     rows = choose_rows(run_config(folder), folder)
     assert rows.packing and not rows.notes
     assert rows.applied_to(run_config(folder)).data.packing is True
-    assert not needs_own_logits(run_config(folder).model, folder, packing=True)
+    assert not find_passes(run_config(folder).model, folder, packing=True).own_logits
 
 
 def test_layers_that_drop_the_borders_are_padded_with_a_note(tmp_path, fresh):
@@ -89,7 +90,7 @@ def test_padding_that_was_asked_for_needs_no_note(tmp_path, fresh, asked):
     assert not rows.packing and not rows.notes
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "llama4_text", "bert"])
+@pytest.mark.parametrize("model_type", ["bert", "doge"])
 def test_what_is_exact_in_no_way_is_refused(tmp_path, fresh, model_type):
     folder = config_folder(tmp_path, model_type)
     for config in (run_config(folder), run_config(folder, packing=False)):
@@ -100,10 +101,32 @@ def test_what_is_exact_in_no_way_is_refused(tmp_path, fresh, model_type):
         assert found.value.exit_code == 2 and found.value.where and found.value.fix
 
 
+@pytest.mark.parametrize(
+    ("model_type", "attention"),
+    [("falcon", "sdpa"), ("llama4_text", "sdpa"), ("bloom", "eager"), ("gptj", "eager"), ("deepseek_v32", "sdpa")],
+)
+def test_what_our_attention_does_not_know_is_padded_and_computed_by_the_models_own(
+    tmp_path, fresh, model_type, attention
+):
+    folder = config_folder(tmp_path, model_type)
+    rows = choose_rows(run_config(folder), folder)
+    assert not rows.packing and f"attention as model type {model_type}" in rows.notes[-1]
+    assert ("scores of all pairs" in rows.notes[-1]) == (attention == "eager")
+    assert find_passes(run_config(folder).model, folder, packing=False).attention == attention
+    with pytest.raises(ConfigError, match="stage pretrain learns rows that hold several documents"):
+        choose_rows(run_config(folder, stage="pretrain"), folder)
+
+
+def test_rows_are_not_cut_over_ranks_whose_attention_does_not_exchange(tmp_path, fresh):
+    folder = config_folder(tmp_path, "deepseek_v32")
+    with pytest.raises(ConfigError, match=r"parallel\.sequence is 2, and (model type|rows of model type)"):
+        choose_rows(run_config(folder, sequence=2, packing=False), folder)
+
+
 def test_a_head_of_more_than_a_matrix_leaves_the_loss_to_the_models_logits(tmp_path, fresh):
     folder = config_folder(tmp_path, "modernbert-decoder")
     assert choose_rows(run_config(folder), folder).packing
-    assert needs_own_logits(run_config(folder).model, folder, packing=True)
+    assert find_passes(run_config(folder).model, folder, packing=True).own_logits
 
 
 def test_rows_are_cut_where_tokens_meet_in_attention_alone(tmp_path, fresh):
@@ -140,7 +163,7 @@ def test_windows_are_tried_at_lengths_that_leave_them(monkeypatch):
     try:
         AttentionInterface.register("duoka", forgetful)
         forgotten = ("sliding_window",)
-        assert SelfTest(config).layout is None
+        assert SelfTest(config).layout == "as written"
         forgotten = ("cu_seq_lens_q", "documents")
         assert SelfTest(config).layout == "padded"
     finally:

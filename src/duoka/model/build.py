@@ -105,7 +105,7 @@ def load_model(request: ModelRequest) -> torch.nn.Module:
             )
             if packing is not None:
                 compute_in(model, dtype, packing)
-            if request.attention == "duoka":
+            if request.has_own_experts:
                 use_own_experts(model)
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -3,7 +3,8 @@
 Transformers has layers that drop the documents' borders, layers whose state runs on into the next document, attention
 that reads its mask only, and heads that do more than a matrix product. None of them says so: losses are wrong and
 nothing else shows. So two short documents go through our forward pass packed into a row, or padded, and each alone
-through the model's own. What differs is padded instead, with a note, or refused. No list of families.
+through the model's own. What differs is padded instead, with a note; where our attention is what differs, padded rows
+go through the model's own attention; what differs then is refused. No list of families.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 
-from duoka.config.schema import ModelConfig, RunConfig
 from duoka.errors import ConfigError
 from duoka.model.attention import NAME, register_attention, register_blind_attention, register_watched_attention
 from duoka.model.build import LossModel, quiet_loading
@@ -27,8 +27,9 @@ from duoka.model.own_lengths import find_stretch
 from duoka.model.pipeline_stages import cut_model
 from duoka.model.tiny_copy import SPECIAL, VOCABULARY, build_tiny, count_parameters, tiny_config
 
-LayOut = Literal["packed", "padded"]
-LAYOUTS: tuple[LayOut, ...] = ("packed", "padded")
+# The last: padded rows through the attention that the model's own code brings, where ours computes something else.
+LayOut = Literal["packed", "padded", "as written"]
+LAYOUTS: tuple[LayOut, ...] = ("packed", "padded", "as written")
 
 # The relative error of loss and gradient above which two ways of computing are not the same. Of all architectures of
 # transformers those that are exact show at most 5e-6 in fp32, and the nearest of the others 3e-2.
@@ -65,18 +66,6 @@ class LayoutTrial:
         if not math.isfinite(self.error):
             return self.why or "loss or gradient is no number"
         return f"{difference}: {self.why}" if self.why else difference
-
-
-@dataclass(frozen=True)
-class RowChoice:
-    """How a run lays its documents out, and what a user should know about it."""
-
-    packing: bool
-    notes: tuple[str, ...] = ()
-
-    def applied_to(self, config: RunConfig) -> RunConfig:
-        """The config with this in place of `auto`: what is planned with."""
-        return config.model_copy(update={"data": config.data.model_copy(update={"packing": self.packing})})
 
 
 @dataclass(frozen=True)
@@ -139,7 +128,7 @@ class SelfTest:
         with quiet_loading():
             alone = self._alone or self._learn_alone(self._tiny)
             try:
-                model = build_tiny(self._tiny, NAME, trust_remote_code=self._trust)
+                model = self._build("as written" if self.layout == "as written" else "padded")
                 model.load_state_dict(alone.weights)
                 return _measure_stages(model, _pad(self._documents), alone)
             except _BREAKS as error:
@@ -147,8 +136,28 @@ class SelfTest:
 
     @property
     def layout(self) -> LayOut | None:
-        """How documents are laid out where nothing else is asked; None: neither way is exact."""
+        """How documents are laid out where nothing else is asked; None: no way is exact."""
         return next((one for one in LAYOUTS if self.trial(one).is_exact), None)
+
+    def layout_for(self, *, packing: bool) -> LayOut:
+        """The same where it is decided whether rows are packed."""
+        if packing:
+            return "packed"
+        return "padded" if self.trial("padded").is_exact else "as written"
+
+    @functools.cached_property
+    def written_attention(self) -> str:
+        """The attention of the model's own code: torch's where it knows that, else written out."""
+        try:
+            with quiet_loading():
+                build_tiny(self._tiny, "sdpa", trust_remote_code=self._trust)
+        except _BREAKS:
+            return "eager"
+        return "sdpa"
+
+    def _build(self, layout: LayOut) -> torch.nn.Module:
+        attention = self.written_attention if layout == "as written" else NAME
+        return build_tiny(self._tiny, attention, trust_remote_code=self._trust, own_experts=True)
 
     def _find_copy(self, config: Any) -> tuple[Any, _Alone | None]:
         """The smallest copy that runs: code that does not take small widths gets its own, with few layers or all."""
@@ -175,7 +184,7 @@ class SelfTest:
 
     def _try(self, layout: LayOut, alone: _Alone) -> LayoutTrial:
         try:
-            model = build_tiny(self._tiny, NAME, trust_remote_code=self._trust)
+            model = self._build(layout)
             model.load_state_dict(alone.weights)
         except _BREAKS as error:
             return LayoutTrial(math.inf, why=f"its attention takes no other implementation ({_in_one_line(error)})")
@@ -190,7 +199,7 @@ class SelfTest:
 
     def _reason(self, layout: LayOut, batch: dict[str, torch.Tensor]) -> str:
         """Why it is off, as far as can be seen from outside."""
-        if layout == "padded":
+        if layout != "packed":
             return (
                 "its attention or its layers look at what stands to the right, or read a mask that training leaves out"
             )
@@ -217,79 +226,6 @@ def check_architecture(folder: Path, *, trust_remote_code: bool = False) -> Self
 
 
 KNOWN: dict[str, SelfTest] = {}
-
-
-def choose_rows(config: RunConfig, folder: Path) -> RowChoice:
-    """Packed where that is exact, padded where only that is; refuses what is neither, or what was asked otherwise."""
-    tested = check_architecture(folder, trust_remote_code=config.model.trust_remote_code)
-    if config.parallel.sequence > 1:
-        _check_pieces(config, tested)
-    pads = not config.data.packs or config.parallel.strategy == "dp"
-    if not pads and tested.trial("packed").is_exact:
-        return RowChoice(True)
-    padded = tested.trial("padded")
-    if not padded.is_exact:
-        raise ConfigError(
-            f"duoka does not compute model type {tested.name} as transformers does, so it does not train it",
-            where=f"a tiny copy of it, two documents in padded rows against each alone: {padded.sentence()}",
-            fix="use another model; docs/models.md lists what is exact",
-        )
-    if pads:
-        return RowChoice(False)
-    packed = tested.trial("packed")
-    found = f"a tiny copy of it, two documents in a row against each alone: {packed.sentence()}"
-    what = f"documents of model type {tested.name} see each other when they are packed"
-    if not math.isfinite(packed.error):
-        what = f"model type {tested.name} cannot be packed"
-    if config.stage.kind.reads_text or config.data.fixed_rows:
-        needs = f"stage {config.stage.name} learns" if config.stage.kind.reads_text else "data.fixed_rows makes"
-        raise ConfigError(
-            f"{needs} rows that hold several documents, and {what}", where=found, fix="use another model",
-        )  # fmt: skip
-    if config.data.packing is True:
-        raise ConfigError(
-            f"data.packing is true, and {what}", where=found, fix="write:   packing: auto   (it pads then)"
-        )
-    return RowChoice(False, (f"padded rows, not packed ones: {what} ({packed.sentence()})",))
-
-
-def _check_pieces(config: RunConfig, tested: SelfTest) -> None:
-    """Refuse to cut the rows of an architecture whose other layers need whole ones."""
-    fix = "write:   sequence: 1   with strategy: fsdp, or recompute: full, where memory is short"
-    pieces = tested.pieces
-    if not pieces.is_exact:
-        found = f"logits are off by {pieces.error:.1%}: {pieces.why}" if math.isfinite(pieces.error) else pieces.why
-        raise ConfigError(
-            f"parallel.sequence is {config.parallel.sequence}, and rows of model type {tested.name} cannot be cut",
-            where=f"a tiny copy of it, one row in two pieces against the whole: {found}",
-            fix=fix,
-        )
-    stretched = tested.stretched_from
-    if stretched is not None and config.data.max_length > stretched:
-        raise ConfigError(
-            f"parallel.sequence is {config.parallel.sequence}, and the rotary embedding of model type {tested.name} "
-            f"depends on how long a row is beyond {stretched:,} tokens; data.max_length is {config.data.max_length:,}",
-            where="ranks that each see a stretch of a row would each take another",
-            fix=f"write:   max_length: {stretched}   or\n{fix}",
-        )
-
-
-def needs_own_logits(model: ModelConfig, folder: Path, packing: bool) -> bool:
-    """Whether the loss takes the model's own logits, because our head is not all that it does after its layers."""
-    tested = check_architecture(folder, trust_remote_code=model.trust_remote_code)
-    return tested.trial("packed" if packing else "padded").own_logits
-
-
-def check_stages(model: ModelConfig, folder: Path) -> None:
-    """Refuse a pipeline of a model that does more with hidden states than its layers and last norm do."""
-    tested = check_architecture(folder, trust_remote_code=model.trust_remote_code)
-    trial = tested.trial_in_stages()
-    if not trial.is_exact:
-        raise ConfigError(
-            f"parallel.pipeline cannot cut model type {tested.name} into stages",
-            where=f"a tiny copy of it in two stages, beside the whole: {trial.sentence()}",
-            fix="write   pipeline: 1   and share the model by   strategy: fsdp",
-        )
 
 
 def _draw_documents() -> list[torch.Tensor]:

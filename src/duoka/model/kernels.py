@@ -13,7 +13,7 @@ import torch
 
 from duoka.config.schema import RunConfig
 from duoka.model import gpu_kernels, native
-from duoka.model.attention import why_no_kernel
+from duoka.model.attention import NAME, why_no_kernel
 from duoka.model.build import LossModel, find_core, named_part
 from duoka.model.chunks import STRAIGHT
 from duoka.model.dtypes import BY_PRECISION
@@ -52,6 +52,7 @@ def look(bare: Any, config: RunConfig, layout: Layout, device: torch.device) -> 
         packing=layout.packing,
         compiles=bool(layout.compile),
         keeps_products=layout.recompute == "selective",
+        attention_as_written=find_core(bare).config._attn_implementation != NAME,  # type: ignore[union-attr]
         has=fused_parts(named_part(bare)) & USUAL,
         adapters=config.lora is not None,
         drops=config.lora is not None and config.lora.dropout > 0,

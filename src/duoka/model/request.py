@@ -22,10 +22,15 @@ class ModelRequest:
     train_only: TrainOnlyConfig | None = None  # all but the weights that it names are frozen
     seed: int = 0
     attention: str = "duoka"
+    trains: bool = False  # mixtures by our function of experts, beside whatever attention
     trust_remote_code: bool = False
     packing: Quantization | None = None  # of the layers' matrices
     earlier: Earlier | None = None  # adapters that are merged into them, or are where the adapters begin
     scores: bool = False  # one number a sequence: transformers' sequence classification with one label
+
+    @property
+    def has_own_experts(self) -> bool:
+        return self.trains or self.attention == "duoka"
 
     @property
     def named_attention(self) -> str | None:

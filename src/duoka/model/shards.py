@@ -152,9 +152,10 @@ def build_without_memory(request: ModelRequest) -> tuple[torch.nn.Module, Weight
     register_attention()
     with quiet_loading(), torch.device("meta"):
         core = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="duoka", trust_remote_code=trust_remote_code
+            config, dtype=dtype, attn_implementation=request.named_attention, trust_remote_code=trust_remote_code
         )
-    use_own_experts(core)
+    if request.has_own_experts:
+        use_own_experts(core)
     _widen_buffers(core, dtype)
     if (folder / "generation_config.json").is_file():
         core.generation_config = GenerationConfig.from_pretrained(folder)

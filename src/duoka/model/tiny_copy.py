@@ -75,8 +75,13 @@ def count_parameters(config: Any, trust_remote_code: bool) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def build_tiny(config: Any, attention: str, *, trust_remote_code: bool = False) -> torch.nn.Module:
-    """The model of a tiny config, every weight drawn; no generator of this process is moved."""
+def build_tiny(
+    config: Any, attention: str, *, trust_remote_code: bool = False, own_experts: bool | None = None
+) -> torch.nn.Module:
+    """The model of a tiny config, every weight drawn; no generator of this process is moved.
+
+    `own_experts`: mixtures by our function of experts; left out: where the attention is ours too.
+    """
     from transformers import AutoModelForCausalLM
 
     # Of its own: a model notes in its config how experts are computed, and the next one would not be all transformers'.
@@ -87,7 +92,7 @@ def build_tiny(config: Any, attention: str, *, trust_remote_code: bool = False) 
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
             own, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
-    if attention.startswith(NAME):  # beside "eager", which is all transformers'
+    if attention.startswith(NAME) if own_experts is None else own_experts:  # beside "eager", all is transformers'
         use_own_experts(model)
     numbers = torch.Generator().manual_seed(1)
     with torch.no_grad():

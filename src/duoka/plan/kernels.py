@@ -31,6 +31,7 @@ class Facts:
     packing: bool = True
     compiles: bool = False  # layers are compiled: torch.compile fuses by itself
     keeps_products: bool = False  # selective recompute
+    attention_as_written: bool = False  # ours would compute something else
     has: frozenset[str] = USUAL  # which of these the model computes as duoka knows them
     adapters: bool = False
     drops: bool = False  # adapters drop some of what they read
@@ -110,10 +111,12 @@ def _has_one_sum(facts: Facts) -> str | None:
 
 
 _COMPILED = Way("torch.compile", _when(lambda facts: facts.compiles))
-_AS_WRITTEN = Way("as the model writes it", _when(lambda facts: True))
+_WRITTEN = "as the model writes it"
+_AS_WRITTEN = Way(_WRITTEN, _when(lambda facts: True))
 # A row is a part that every step has, or one that `_is_there` asks the facts for.
 TABLE: Mapping[str, tuple[Way, ...]] = {
     "attention": (
+        Way(_WRITTEN, _when(lambda facts: facts.attention_as_written)),
         Way("torch, all documents in one launch", _documents),
         _native("attention"),
         Way("torch, one call per document", _when(lambda facts: facts.packing)),

@@ -128,7 +128,7 @@ def read_eval_data(
 
 def choose_layout(data: EvalData, folder: Path, world_size: int) -> Layout:
     """The arithmetic and micro-batch that training would choose here, so that its eval lines can be compared."""
-    from duoka.model.exactness import choose_rows
+    from duoka.model.row_choice import choose_rows
     from duoka.plan.hardware import read_machine
     from duoka.plan.report import make_plan
     from duoka.plan.shape import read_shape
@@ -167,11 +167,12 @@ def measure(trained: Trained, data: EvalData, layout: Layout, world: World, *, b
     from duoka.data.feed.loader import eval_batches
     from duoka.model.build import LossModel
     from duoka.model.dtypes import BY_PRECISION
-    from duoka.model.exactness import needs_own_logits
     from duoka.model.fp8 import apply_fp8
+    from duoka.model.row_choice import find_passes
     from duoka.parallel.measure import measure_loss
 
-    lm = load_trained(trained, dtype=BY_PRECISION[layout.precision], attention="duoka", base_only=base_only)
+    passes = find_passes(data.config.model, trained.base, layout.packing)
+    lm = load_trained(trained, dtype=BY_PRECISION[layout.precision], attention=passes.attention, base_only=base_only)
     if layout.precision == "fp8":  # as the run measured it
         apply_fp8(lm, again=False)
     batches = eval_batches(
@@ -179,8 +180,7 @@ def measure(trained: Trained, data: EvalData, layout: Layout, world: World, *, b
         max_length=data.config.data.max_length, pad_id=data.pad_id,
     )  # fmt: skip
     sizes = None if data.text_bytes is None else torch.from_numpy(data.text_bytes)
-    own_logits = needs_own_logits(data.config.model, trained.base, layout.packing)
-    model = LossModel(lm, own_logits=own_logits).to(world.device)
+    model = LossModel(lm, own_logits=passes.own_logits).to(world.device)
     measured = measure_loss(model, batches, world, layout.precision, token_bytes=sizes)
     assert measured is not None  # None is for a stop request, and none is polled here
     return measured

@@ -87,7 +87,7 @@ def _score_all(
 ) -> list[TaskScore]:  # fmt: skip
     from duoka.model.answer import stop_tokens, window_of
     from duoka.model.build import LossModel
-    from duoka.model.exactness import needs_own_logits
+    from duoka.model.row_choice import find_passes
     from duoka.parallel.task_rows import make_prompts
 
     tokenizer = load_chat_tokenizer(trained)
@@ -97,7 +97,7 @@ def _score_all(
     for task in tasks:
         if model is None:
             lm = load_trained(trained, dtype=choose_dtype(asked.precision), base_only=base_only)
-            model = LossModel(lm, own_logits=needs_own_logits(folder_model, trained.base, packing=False))
+            model = LossModel(lm, own_logits=find_passes(folder_model, trained.base, packing=False).own_logits)
             model = model.to(world.device)
             stops = stop_tokens(model.core, tokenizer)
         items, window = in_order(task, asked.limit), window_of(model.core)

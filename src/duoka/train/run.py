@@ -29,11 +29,11 @@ from duoka.model.adapters import Earlier
 from duoka.model.answer import end_of_turn
 from duoka.model.build import find_core, load_model, named_part, named_weights
 from duoka.model.dtypes import BY_PRECISION
-from duoka.model.exactness import RowChoice, check_stages, choose_rows, needs_own_logits
 from duoka.model.kernels import agree_on_kernels, look
 from duoka.model.layers import find_layers
 from duoka.model.quantize import Quantization
 from duoka.model.request import ModelRequest
+from duoka.model.row_choice import RowChoice, check_stages, choose_rows, find_passes
 from duoka.model.shards import build_without_memory
 from duoka.optim.build import build_optimizer
 from duoka.optim.roles import Role, assign_roles
@@ -267,12 +267,15 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
     """The model under its layout, and which part each of its parameters plays for the optimizer."""
     config = inputs.config
     seed_everything(config.train.seed)
+    passes = find_passes(config.model, inputs.folder, plan.layout.packing)
     request = ModelRequest(
         inputs.folder,
         dtype=BY_PRECISION[config.weights_type(plan.layout.precision)],
         lora=config.lora,
         train_only=config.train_only,
         seed=config.train.seed,
+        attention=passes.attention,
+        trains=True,
         trust_remote_code=config.model.trust_remote_code,
         packing=Quantization.of(config.model),
         earlier=Earlier.of(config.lora, inputs.loaded.base),
@@ -291,8 +294,7 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
     roles = assign_roles(lm, core, find_layers(core))
     whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}
     matrices = whole if config.optim.name == "muon" else ()
-    own_logits = needs_own_logits(config.model, inputs.folder, plan.layout.packing)
-    model = stage.wrap(lm, own_logits=own_logits)
+    model = stage.wrap(lm, own_logits=passes.own_logits)
     beside: dict[str, Role] = {name: "vector" for name in named_weights(model) if name not in roles}
     folder = offload_folder(config.parallel.offloads, inputs.run.path)
     rows = config.row_tokens
