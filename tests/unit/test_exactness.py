@@ -13,6 +13,10 @@ from duoka.model.attention import register_attention
 from duoka.model.exactness import SelfTest
 from duoka.model.row_choice import check_stages, choose_rows, find_passes
 from duoka.model.tiny_copy import build_tiny, tiny_config
+from duoka.plan.activations import activation_bytes_per_token
+from duoka.plan.layout import Layout
+from duoka.plan.recipe import Work
+from duoka.plan.shape import demo_shape
 
 
 @pytest.fixture
@@ -111,7 +115,10 @@ def test_what_our_attention_does_not_know_is_padded_and_computed_by_the_models_o
     folder = config_folder(tmp_path, model_type)
     rows = choose_rows(run_config(folder), folder)
     assert not rows.packing and f"attention as model type {model_type}" in rows.notes[-1]
-    assert ("scores of all pairs" in rows.notes[-1]) == (attention == "eager")
+    assert ("scores of all pairs" in rows.notes[-1]) == (attention == "eager") == rows.writes_scores
+    plain = demo_shape()
+    kept = [activation_bytes_per_token(Work(one, None), Layout(), 100)[0] for one in (plain, rows.seen_in(plain))]
+    assert kept[1] - kept[0] == 4 * plain.num_heads * 100 * rows.writes_scores
     assert find_passes(run_config(folder).model, folder, packing=False).attention == attention
     with pytest.raises(ConfigError, match="stage pretrain learns rows that hold several documents"):
         choose_rows(run_config(folder, stage="pretrain"), folder)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from duoka.config.schema import ModelConfig, RunConfig
 from duoka.errors import ConfigError
 from duoka.model.attention import NAME
 from duoka.model.exactness import SelfTest, check_architecture
+from duoka.plan.sizes import ModelShape
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,14 @@ class RowChoice:
 
     packing: bool
     notes: tuple[str, ...] = ()
+    writes_scores: bool = False  # the model's own attention does, where it is written out
 
     def applied_to(self, config: RunConfig) -> RunConfig:
         """The config with this in place of `auto`: what is planned with."""
         return config.model_copy(update={"data": config.data.model_copy(update={"packing": self.packing})})
+
+    def seen_in(self, shape: ModelShape) -> ModelShape:
+        return replace(shape, writes_scores=self.writes_scores)
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,9 @@ def choose_rows(config: RunConfig, folder: Path) -> RowChoice:
     if not pads and tested.trial("packed").is_exact:
         return RowChoice(True)
     notes = _find_padding(config, tested)
+    writes_scores = bool(notes) and tested.written_attention == "eager"
     if pads:
-        return RowChoice(False, notes)
+        return RowChoice(False, notes, writes_scores)
     packed = tested.trial("packed")
     found = f"a tiny copy of it, two documents in a row against each alone: {packed.sentence()}"
     what = f"documents of model type {tested.name} see each other when they are packed"
@@ -58,7 +64,7 @@ def choose_rows(config: RunConfig, folder: Path) -> RowChoice:
         raise ConfigError(
             f"data.packing is true, and {what}", where=found, fix="write:   packing: auto   (it pads then)"
         )
-    return RowChoice(False, (f"padded rows, not packed ones: {what} ({packed.sentence()})", *notes))
+    return RowChoice(False, (f"padded rows, not packed ones: {what} ({packed.sentence()})", *notes), writes_scores)
 
 
 def _find_padding(config: RunConfig, tested: SelfTest) -> tuple[str, ...]:
@@ -81,10 +87,7 @@ def _find_padding(config: RunConfig, tested: SelfTest) -> tuple[str, ...]:
         )
     if tested.written_attention != "eager":
         return (f"attention as model type {tested.name} brings it: by duoka's it is not the same model",)
-    return (
-        f"attention as model type {tested.name} writes it out: it keeps scores of all pairs of a row's tokens, which "
-        "the plan's memory does not count",
-    )
+    return (f"attention as model type {tested.name} writes it out: it keeps scores of all pairs of a row's tokens",)
 
 
 def _check_pieces(config: RunConfig, tested: SelfTest) -> None:

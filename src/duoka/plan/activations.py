@@ -68,7 +68,7 @@ def activation_bytes_per_token(work: Work, layout: Layout, length: int = 0) -> t
     """What one layer keeps of one token until its backward pass, on one rank, and the formula in words."""
     if work.program is not None:
         return _kept_by_program(work, work.program, layout, length)
-    whole, cut, formula = _kept_by_duoka(work, layout)
+    whole, cut, formula = _kept_by_duoka(work, layout, length)
     if layout.tp > 1:
         formula += f", / {layout.tp} but for what norms read and give, which every tensor-parallel rank has"
     return whole + cut / layout.tp, formula
@@ -99,7 +99,7 @@ def has_narrow_stream(work: Work, layout: Layout) -> bool:
     return layout.precision != "fp32" and (work.lora is not None or work.narrow_weights)
 
 
-def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, float, str]:
+def _kept_by_duoka(work: Work, layout: Layout, length: int) -> tuple[float, float, str]:
     """(what tensor-parallel ranks each keep whole, what they share, the formula)."""
     shape, half = work.shape, layout.precision != "fp32"
     narrow = is_narrow(work, layout)
@@ -115,6 +115,10 @@ def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, float, str]:
     formula = f"{rule.hidden}h + {rule.key_value}kv + {rule.ffn}f + 4a + 8"
     cut: float = wide * shape.q_size + rule.key_value * shape.kv_size + rule.ffn * shape.intermediate_size
     cut += 4 * shape.num_heads
+    if shape.writes_scores:  # their softmax, in fp32 and as it is multiplied
+        scores = 6 if half else 4
+        cut += scores * shape.num_heads * length
+        formula += f" + {scores}as (a heads, s tokens of a row)"
     whole += 8
     if is_fp8 and shape.experts is not None:
         whole += shape.hidden_size  # experts, in 16 bits, keep what they read

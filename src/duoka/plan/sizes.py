@@ -72,6 +72,7 @@ class ModelShape:
     gated: bool = True  # two products into the feed-forward layer, not one
     bent_logits: bool = False  # scaled or soft-capped: the loss keeps a slope beside its logits
     exact: bool = True
+    writes_scores: bool = False  # its attention keeps scores of all pairs of a row's tokens
     experts: Experts | None = None
     dense_linears: tuple[Linear, ...] = ()
     window: int = 0  # how far `num_window_layers` of the layers look back

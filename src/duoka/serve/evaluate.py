@@ -133,11 +133,12 @@ def choose_layout(data: EvalData, folder: Path, world_size: int) -> Layout:
     from duoka.plan.report import make_plan
     from duoka.plan.shape import read_shape
 
-    config = choose_rows(data.config, folder).applied_to(data.config)
+    rows = choose_rows(data.config, folder)
+    config = rows.applied_to(data.config)
     if world_size > 1:  # whole models side by side: nothing is learned that could be shared
         parallel = config.parallel.model_copy(update={"strategy": "ddp"})
         config = config.model_copy(update={"parallel": parallel})
-    return make_plan(config, read_shape(folder), read_machine(), world_size, lengths=data.lengths).layout
+    return make_plan(config, rows.seen_in(read_shape(folder)), read_machine(), world_size, lengths=data.lengths).layout
 
 
 def evaluate(trained: Trained, data: EvalData, *, base_only: bool = False) -> Evaluation | None:

@@ -238,7 +238,7 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, rows: RowCh
     plan: Plan = world.agree(
         make_plan(
             planned,
-            read_shape(inputs.folder),
+            rows.seen_in(read_shape(inputs.folder)),
             machine,
             world.size,
             local_size=world.local_size,
