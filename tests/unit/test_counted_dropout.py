@@ -7,7 +7,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from counted_masks import is_dropped, keys_of
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    XGLMConfig,
+    XGLMForCausalLM,
+)
 
 from duoka.config.schema import LoraConfig
 from duoka.data.feed.epoch_plan import EpochPlan, MicroPlan
@@ -199,6 +208,33 @@ def test_a_models_own_dropout_and_its_attentions_are_counted(kind):
     plain = float(learn(model.eval(), layouts(Store())[0])[0])
     assert abs(plain / float(want) - 1) > 5e-5, "dropout was on"
     assert plain == float(learn(model, layouts(Store())[0])[0])
+
+
+def xglm():
+    """Its attention is its own: its weights come as (rows, heads, ...) in one dim."""
+    return XGLMForCausalLM(XGLMConfig(
+        vocab_size=32, d_model=16, ffn_dim=24, num_layers=2, attention_heads=2, max_position_embeddings=64,
+        dropout=0.3, attention_dropout=0.3, attn_implementation="eager",
+    ))  # fmt: skip
+
+
+def test_weights_of_a_written_out_attention_are_dropped_by_both_tokens_keys():
+    splits = [(((1,), (3,), (0,), (2,)),), (((2,), (1,)), ((0,), (3,))), (((0,),), ((1,),), ((2,),), ((3,),))]
+    micros = [[build_batch(Store(), MicroPlan(rows), False, 0, step_key(7, 5)) for rows in one] for one in splits]
+    want, grads = learn(build(xglm), micros[0])
+    for recompute in ("", "full"):
+        for split in micros:
+            loss, got = learn(build(xglm, recompute), split)
+            assert abs(float(loss / want) - 1) < 1e-5
+            for name, grad in grads.items():
+                assert float((got[name] - grad).norm()) < 1e-4 * max(float(grad.norm()), 1), name
+
+
+def test_states_as_wide_as_there_are_tokens_are_no_weights():
+    keys = torch.tensor([keys_of(7, 5, row, 16) for row in range(2)], dtype=torch.uint64).view(torch.int64)
+    kept = drop(torch.ones(2, 16, 16), keys, place_key("here"), 0.3, "here") != 0
+    for row in range(2):
+        assert (~kept[row].numpy() == is_dropped(keys_of(7, 5, row, 16), "here", 16, 0.3)).all()
 
 
 @pytest.mark.parametrize("targets", ["all", ["lm_head", "q_proj"]])

@@ -120,7 +120,12 @@ class _Drop(torch.autograd.Function):
 
 
 def drop(x: torch.Tensor, keys: torch.Tensor, place: int, p: float, name: str) -> torch.Tensor:
-    """Dropout of (rows, tokens, ...), or of the same with rows and tokens in one dim."""
+    """Dropout of (rows, tokens, ...), or of the same with rows and tokens in one dim; or of a written-out attention's
+    weights (rows, heads, tokens, tokens), or of the same with rows and heads in one dim."""
+    level = level_of(p)
+    if _are_weights(x, keys):
+        weights = x.view(len(keys), -1, *x.shape[-2:])
+        return _drop_weights(weights, keys, keys, place, level, (0, weights.shape[1])).view(x.shape)
     if x.shape[: keys.ndim] != keys.shape:
         if x.ndim < 2 or x.shape[0] != keys.numel():
             raise ConfigError(
@@ -129,12 +134,29 @@ def drop(x: torch.Tensor, keys: torch.Tensor, place: int, p: float, name: str) -
                 fix="set lora.dropout, or the dropout in the model's config.json, to 0",
             )
         keys = keys.reshape(-1)
-    level = level_of(p)
     if torch.compiler.is_compiling():  # the compiler chooses what to keep by itself
         mask = dropped(keys, place, math.prod(x.shape[keys.ndim :]), level).view(x.shape)
         return torch.where(mask, 0.0, x * keep_scale(level))
     answer: torch.Tensor = _Drop.apply(x, keys, place, level)
     return answer
+
+
+def _are_weights(x: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether these are an attention's weights, and no states, which may be as wide as there are tokens."""
+    rows, tokens = keys.shape if keys.ndim == 2 else (0, 0)
+    if not rows or x.ndim not in (3, 4) or x.shape[-2:] != (tokens, tokens):
+        return False
+    return x.shape[0] == rows if x.ndim == 4 else x.shape[0] % rows == 0 and x.shape[0] > rows
+
+
+def _drop_weights(
+    weights: torch.Tensor, asking: torch.Tensor, asked: torch.Tensor, place: int, level: int, heads: tuple[int, int]
+) -> torch.Tensor:
+    """Dropout of (rows, heads, queries, keys) by both tokens' keys; `heads`: which is the first here of how many."""
+    pairs = asking[:, :, None] * _PAIR + asked[:, None, :]
+    first, num_heads = heads
+    mask = dropped(pairs, place, num_heads, level)[..., first : first + weights.shape[1]].permute(0, 3, 1, 2)
+    return weights.masked_fill(mask, 0.0) * keep_scale(level)
 
 
 class _Here(threading.local):
@@ -207,10 +229,7 @@ class Drops:
         def drop_weights(weights: torch.Tensor, first_query: int = 0, first_key: int = 0) -> torch.Tensor:
             asking = row[:, first_query : first_query + weights.shape[2]]
             asked = row[:, first_key : first_key + weights.shape[3]]
-            pairs = asking[:, :, None] * _PAIR + asked[:, None, :]
-            first, num_heads = heads or (0, weights.shape[1])
-            mask = dropped(pairs, place, num_heads, level)[..., first : first + weights.shape[1]].permute(0, 3, 1, 2)
-            return weights.masked_fill(mask, 0.0) * keep_scale(level)
+            return _drop_weights(weights, asking, asked, place, level, heads or (0, weights.shape[1]))
 
         return drop_weights
 
