@@ -44,7 +44,8 @@ _AT_MOST: tuple[tuple[str, int], ...] = (
     (r".*shared_experts?|zero_expert_num", 1),
     (r".*experts", 4),
     (r".*(d_state|state_size|ssm_state_dim)", 8),
-    (r"index_(topk|n_heads)", 4),
+    (r"index_topk", 4),
+    (r"index_n_heads", 32),  # so many that no two tokens have a score of 0: which of equals is chosen is chance
     (r".*(lora_|_)rank", 16),
     (r".*(_size|_dim|_width)", _HIDDEN),
 )
