@@ -4,13 +4,15 @@ import json
 
 import pytest
 import torch
-from families import family_config
+from families import family_config, write_family
 
-from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig
+from duoka.config.schema import DataConfig, DataSource, LoraConfig, ModelConfig, ParallelConfig, RunConfig
 from duoka.errors import ConfigError
 from duoka.model import exactness
 from duoka.model.attention import register_attention
+from duoka.model.build import load_model
 from duoka.model.exactness import SelfTest
+from duoka.model.request import ModelRequest
 from duoka.model.row_choice import check_stages, choose_rows, find_passes
 from duoka.model.tiny_copy import build_tiny, tiny_config
 from duoka.plan.activations import activation_bytes_per_token
@@ -230,3 +232,16 @@ def test_odd_sizes_are_made_small_too(model_type, settings):
     tested = SelfTest(AutoConfig.for_model(model_type, **settings))
     assert tested.layout == "packed"
     assert tested._tiny.hidden_size == 64, "its own widths were taken, which may be large"
+
+
+def test_adapters_beside_a_layer_that_is_linear_by_name_only_are_refused(tmp_path):
+    """DeepSeek-V4's grouped product is a subclass of torch's linear layer; Falcon's is one that computes the same."""
+    for name in ("deepseek_v4", "falcon"):
+        write_family(tmp_path / name, name)
+    asked = {"dtype": torch.float32, "lora": LoraConfig(rank=2), "attention": "eager", "trains": True}
+    with pytest.raises(ConfigError, match=r"o_a_proj \(DeepseekV4GroupedLinear\)") as refused:
+        load_model(ModelRequest(tmp_path / "deepseek_v4", **asked))
+    assert "o_b_proj" in refused.value.fix and "o_a_proj" not in refused.value.fix
+    assert any(
+        "lora_A" in name for name, _ in load_model(ModelRequest(tmp_path / "falcon", **asked)).named_parameters()
+    )

@@ -86,6 +86,7 @@ def _apply_lora(
             ) from error
     if experts := adapted_experts(adapted):
         _check_experts(experts, lora, earlier)
+    _check_products(model, adapted)
     keep_earlier(adapted, earlier)
     if any(parameter.is_meta for parameter in adapted.parameters()):
         return adapted
@@ -246,6 +247,35 @@ def _check_targets(model: torch.nn.Module, targets: tuple[str, ...]) -> None:
             f"lora.targets names {', '.join(missing)}, and the model has no linear layer of that name",
             fix=f"choose from {', '.join(sorted(linear))}, or write targets: all",
         )
+
+
+def _check_products(core: torch.nn.Module, adapted: torch.nn.Module) -> None:
+    """Refuse an adapter beside a layer of the model's own code that is called linear and does not answer a row."""
+    beside = [
+        (name.rsplit(".", 1)[-1], module.get_base_layer())
+        for name, module in adapted.named_modules()
+        if callable(getattr(module, "get_base_layer", None))
+    ]
+    own = [(name, one) for name, one in beside if type(one).__module__ == type(core).__module__]
+    odd = {
+        name: type(one).__name__ for name, one in own if isinstance(one, torch.nn.Linear) and not _answers_a_row(one)
+    }
+    if odd:
+        rest = {name for name, _ in beside}
+        raise ConfigError(
+            f"lora.targets takes {', '.join(f'{name} ({kind})' for name, kind in odd.items())}, and adapters stand "
+            "beside whole products only",
+            fix=f"write:   targets: [{', '.join(sorted(rest - odd.keys()))}]",
+        )
+
+
+def _answers_a_row(linear: torch.nn.Linear) -> bool:
+    try:
+        with torch.no_grad():
+            answer = linear(linear.weight.new_zeros(1, linear.in_features))
+    except (RuntimeError, ValueError, LookupError):
+        return False
+    return tuple(answer.shape) == (1, linear.out_features)
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
