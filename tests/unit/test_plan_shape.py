@@ -22,6 +22,7 @@ SMALL = {
     "num_key_value_heads": 2, "vocab_size": 331, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 UNGROUPED = {"num_key_value_heads": None}
+NOT_BY_DEFAULT = {"dots1", "gpt_neo"}  # whose classes assume no experts, and a kind for each of 24 layers, and fail
 CASES = [
     ("llama", {"tie_word_embeddings": False}),
     ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -49,6 +50,22 @@ CASES = [
     ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
     ("starcoder2", {}),
     ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    ("gpt_neox", {**UNGROUPED, "tie_word_embeddings": False}),
+    ("gpt_neox", {**UNGROUPED, "attention_bias": False}),
+    ("bloom", {**UNGROUPED, "n_layer": 3, "n_head": 6}),
+    ("falcon", {**UNGROUPED}),
+    ("falcon", {**UNGROUPED, "bias": True, "parallel_attn": False, "ffn_hidden_size": 100}),
+    ("falcon", {**UNGROUPED, "multi_query": False, "alibi": True, "tie_word_embeddings": False}),
+    ("falcon", {**UNGROUPED, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    ("gptj", {**UNGROUPED, "rotary_dim": 8, "tie_word_embeddings": False}),
+    (
+        "codegen",
+        {**UNGROUPED, "n_inner": 100, "rotary_dim": 8, "n_head": 8, "n_embd": 64, "tie_word_embeddings": False},
+    ),
+    ("gpt_neo", {**UNGROUPED, "attention_types": [[["global"], 3]]}),
+    ("gpt_neo", {**UNGROUPED, "intermediate_size": None, "attention_types": [[["global"], 3]]}),
+    ("mpt", {**UNGROUPED, "d_model": 96, "n_heads": 6, "n_layers": 3}),
+    ("xglm", {**UNGROUPED, "d_model": 96, "ffn_dim": 130, "num_layers": 3, "attention_heads": 6}),
     ("gpt2", {**UNGROUPED, "n_embd": 96, "n_layer": 3, "n_head": 6, "n_positions": 40}),
     ("gpt2", {**UNGROUPED, "n_inner": 100, "tie_word_embeddings": False}),
     ("gpt_bigcode", {"num_key_value_heads": 1}),
@@ -108,7 +125,7 @@ def test_count_is_exactly_what_transformers_builds(model_type, changes, tmp_path
     assert shape.num_embedding == sum(m.weight.numel() for m in tables)
     if shape.experts is not None:
         return  # experts are no linear layers there, but one tensor for all of them
-    kinds = ("Linear", "Conv1D")
+    kinds = ("Linear", "Conv1D", "FalconLinear")
     linears = [m for m in model.modules() if type(m).__name__ in kinds and m is not model.get_output_embeddings()]
     assert shape.num_block_linear == sum(p.numel() for m in linears for p in m.parameters())
 
@@ -137,7 +154,7 @@ def test_every_family_of_the_table_is_counted_against_transformers():
     assert {name for name, _ in CASES} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - {"dots1"}))  # whose class assumes no experts, and fails
+@pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - NOT_BY_DEFAULT))
 def test_keys_left_out_mean_what_transformers_would_assume(model_type):
     facts = {"model_type": model_type, **SMALL}
     for key in ("num_key_value_heads", "tie_word_embeddings"):

@@ -275,7 +275,7 @@ def _answers_a_row(linear: torch.nn.Linear) -> bool:
             answer = linear(linear.weight.new_zeros(1, linear.in_features))
     except (RuntimeError, ValueError, LookupError):
         return False
-    return tuple(answer.shape) == (1, linear.out_features)
+    return not isinstance(answer, torch.Tensor) or tuple(answer.shape) == (1, linear.out_features)
 
 
 def _is_linear(module: torch.nn.Module) -> bool:

@@ -40,6 +40,7 @@ class Family:
     qk_norm: Literal["none", "head", "full", "asked"] = "none"  # over one head, over a projection, or use_qk_norm
     block_norms: int = 2  # norms of width hidden_size in each layer
     norm_terms: int = 1  # 1: a scale; 2: a scale and a shift
+    entry_norm: bool = False  # of the embedding, before the first layer
     mlp: Literal["gated", "fused", "plain"] = "gated"
     mlp_names: tuple[str, str] = ("up_proj", "down_proj")  # of a plain one
     fused_qkv: bool = False
@@ -81,6 +82,7 @@ _GPT2 = Family(
     fused_qkv=True, attention_names=("attn.c_attn", "attn.c_proj"), ffn="n_inner", ffn_times=4, more_positions=0,
     defaults={"tie_word_embeddings": True, "max_position_embeddings": 1024},
 )  # fmt: skip
+_OF_FOUR = ("dense_h_to_4h", "dense_4h_to_h")
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "mistral": Family(windows="all", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
@@ -128,6 +130,43 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", norm_terms=2, mlp="plain", windows="all",
         mlp_names=("c_fc", "c_proj"),
         defaults={"use_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 2},
+    ),
+    "gpt_neox": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias=True, norm_terms=2, mlp="plain", fused_qkv=True,
+        mlp_names=_OF_FOUR, attention_names=("attention.query_key_value", "attention.dense"),
+        defaults={"attention_bias": True},
+    ),
+    "bloom": Family(
+        qkv_bias=True, out_bias=True, mlp_bias=True, norm_terms=2, entry_norm=True, mlp="plain", fused_qkv=True,
+        mlp_names=_OF_FOUR, attention_names=("self_attention.query_key_value", "self_attention.dense"),
+        ffn="n_inner", ffn_times=4, defaults={"tie_word_embeddings": True},
+    ),
+    "falcon": Family(
+        qkv_bias="bias", out_bias="bias", mlp_bias="bias", norm_terms=2, block_norms=1, mlp="plain", fused_qkv=True,
+        mlp_names=_OF_FOUR, attention_names=("self_attention.query_key_value", "self_attention.dense"),
+        ffn="ffn_hidden_size", ffn_times=4, defaults={"tie_word_embeddings": True},
+    ),
+    "gptj": Family(
+        mlp_bias=True, head_bias=True, norm_terms=2, block_norms=1, mlp="plain", mlp_names=("fc_in", "fc_out"),
+        attention_names=("", "attn.out_proj"), ffn="n_inner", ffn_times=4,
+    ),
+    "codegen": Family(
+        mlp_bias=True, head_bias=True, norm_terms=2, block_norms=1, mlp="plain", mlp_names=("fc_in", "fc_out"),
+        fused_qkv=True, attention_names=("attn.qkv_proj", "attn.out_proj"), ffn="n_inner", ffn_times=4,
+    ),
+    "gpt_neo": Family(
+        out_bias=True, mlp_bias=True, norm_terms=2, mlp="plain", mlp_names=("c_fc", "c_proj"),
+        attention_names=("", "attention.out_proj"), ffn_times=4, more_positions=0,
+        defaults={"tie_word_embeddings": True, "max_position_embeddings": 2048},
+    ),
+    "mpt": Family(
+        mlp="plain", fused_qkv=True, attention_names=("attn.Wqkv", "attn.out_proj"), ffn="", ffn_times=4,
+        defaults={"tie_word_embeddings": True},
+    ),
+    "xglm": Family(
+        qkv_bias=True, out_bias=True, mlp_bias=True, norm_terms=2, mlp="plain", mlp_names=("fc1", "fc2"),
+        attention_names=("", "self_attn.out_proj"), ffn="ffn_dim",
+        defaults={"tie_word_embeddings": True, "ffn_dim": 4096},
     ),
     "gpt2": _GPT2,
     "gpt_bigcode": replace(_GPT2, defaults={**_GPT2.defaults, "num_key_value_heads": 1}),
@@ -237,6 +276,35 @@ FAMILIES: dict[str, Family] = {
 _LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 _EXPERT_SIZES = ("moe_intermediate_size", "expert_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+
+
+def find_family(facts: Mapping[str, Any]) -> Family | None:
+    """The row of a config's model type, if it has one."""
+    found = FAMILIES.get(str(facts.get("model_type", "")))
+    return _falcon(found, facts) if found is not None and facts["model_type"] == "falcon" else found
+
+
+def _falcon(family: Family, facts: Mapping[str, Any]) -> Family:
+    """Its norms are those of its generation."""
+    if facts.get("new_decoder_architecture"):
+        return replace(family, block_norms=1 if facts.get("num_ln_in_parallel_attn") == 1 else 2)
+    return replace(family, block_norms=1 if facts.get("parallel_attn", True) else 2)
+
+
+def with_usual_names(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What GPT-2 calls n_embd, as hidden_size, and so on."""
+    named = dict(facts)
+    for usual, others in OTHER_NAMES.items():
+        found = [facts[name] for name in others if facts.get(name) is not None]
+        if found and facts.get(usual) is None:
+            named[usual] = found[0]
+    heads = named.get("num_attention_heads")
+    is_new = bool(facts.get("new_decoder_architecture"))
+    if facts.get("model_type") == "falcon":  # all heads share one key and value, and in newer ones a group does
+        named["num_key_value_heads"] = (facts.get("num_kv_heads") or heads) if is_new else 1
+    if facts.get("multi_query") is False and not is_new:
+        named["num_key_value_heads"] = heads
+    return named
 
 
 def guess_family(facts: Mapping[str, Any]) -> Family:

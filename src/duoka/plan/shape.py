@@ -15,7 +15,15 @@ from typing import Any
 from duoka.config.derive import derive
 from duoka.config.schema import DataConfig, DataSource, LoraConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError
-from duoka.plan.families import EXPERT_COUNTS, FAMILIES, OTHER_NAMES, ExpertKeys, Family, guess_family, is_usual
+from duoka.plan.families import (
+    EXPERT_COUNTS,
+    ExpertKeys,
+    Family,
+    find_family,
+    guess_family,
+    is_usual,
+    with_usual_names,
+)
 from duoka.plan.sizes import Experts, Linear, ModelShape
 
 __all__ = [
@@ -62,9 +70,9 @@ def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> M
     """The shape that a transformers config describes; a missing key means the config class's default."""
     if isinstance(facts.get("text_config"), dict):
         facts = {"model_type": f"{facts.get('model_type', '')}_text", **facts["text_config"]}
-    facts = _with_usual_names(facts)
+    facts = with_usual_names(facts)
     model_type = str(facts.get("model_type", ""))
-    known = FAMILIES.get(model_type)
+    known = find_family(facts)
     family = known or guess_family(facts)
     read = _Reader(facts, family.defaults, where)
     sizes = _read_sizes(family, read)
@@ -84,7 +92,7 @@ def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> M
         tied=read.switch("tie_word_embeddings"),
         linears=attention + _mlp_linears(family, read, sizes.hidden, sizes.ffn),
         num_norm_parameters_per_layer=_layer_norms(family, read, sizes),
-        num_final_norm_parameters=family.norm_terms * sizes.hidden,
+        num_final_norm_parameters=family.norm_terms * sizes.hidden * (1 + family.entry_norm),
         block_norms=family.block_norms,
         qk_norm=_qk_norm(family, read) != "none",
         gated=family.mlp != "plain",
@@ -96,18 +104,6 @@ def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> M
         num_window_layers=num_window_layers,
     )
     return shape if family.experts is None else _with_experts(shape, family, read, attention)
-
-
-def _with_usual_names(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What GPT-2 calls n_embd, as hidden_size, and so on."""
-    named = dict(facts)
-    for usual, others in OTHER_NAMES.items():
-        found = [facts[name] for name in others if facts.get(name) is not None]
-        if found and facts.get(usual) is None:
-            named[usual] = found[0]
-    if facts.get("multi_query") is False:
-        named["num_key_value_heads"] = named.get("num_attention_heads")
-    return named
 
 
 def _learned_positions(family: Family, read: _Reader) -> int:
