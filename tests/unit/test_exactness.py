@@ -12,6 +12,7 @@ from duoka.model import exactness
 from duoka.model.attention import register_attention
 from duoka.model.build import load_model
 from duoka.model.exactness import SelfTest
+from duoka.model.fused import apply_fused
 from duoka.model.request import ModelRequest
 from duoka.model.row_choice import check_stages, choose_rows, find_passes
 from duoka.model.tiny_copy import build_tiny, tiny_config
@@ -234,14 +235,29 @@ def test_odd_sizes_are_made_small_too(model_type, settings):
     assert tested._tiny.hidden_size == 64, "its own widths were taken, which may be large"
 
 
-def test_adapters_beside_a_layer_that_is_linear_by_name_only_are_refused(tmp_path):
-    """DeepSeek-V4's grouped product is a subclass of torch's linear layer; Falcon's is one that computes the same."""
-    for name in ("deepseek_v4", "falcon"):
-        write_family(tmp_path / name, name)
-    asked = {"dtype": torch.float32, "lora": LoraConfig(rank=2), "attention": "eager", "trains": True}
-    with pytest.raises(ConfigError, match=r"o_a_proj \(DeepseekV4GroupedLinear\)") as refused:
-        load_model(ModelRequest(tmp_path / "deepseek_v4", **asked))
+def test_adapters_pass_over_layers_that_are_linear_by_name_only(tmp_path):
+    """DeepSeek-V4's grouped product and the routers of Phi's mixture and Llama 4 are subclasses of torch's linear
+    layer; Falcon's is one that computes the same."""
+    for name, odd, even in (
+        ("deepseek_v4", "o_a_proj", "o_b_proj"), ("phimoe", "router", "q_proj"), ("llama4_text", "router", "o_proj"),
+        ("falcon", "", "query_key_value"),
+    ):  # fmt: skip
+        asked = {"folder": write_family(tmp_path / name, name), "dtype": torch.float32, "trains": True}
+        model = load_model(ModelRequest(**asked, attention="eager", lora=LoraConfig(rank=2)))
+        adapted = {key.split(".lora_A")[0].rsplit(".", 1)[-1] for key, _ in model.named_parameters() if "lora_A" in key}
+        assert even in adapted and odd not in adapted, (name, adapted)
+        logits = model(input_ids=torch.arange(8, 16)[None], use_cache=False).logits
+        assert torch.isfinite(logits).all()
+    with pytest.raises(ConfigError, match=r"lora\.targets names o_a_proj \(DeepseekV4GroupedLinear\)") as refused:
+        asked = {"folder": tmp_path / "deepseek_v4", "dtype": torch.float32, "trains": True}
+        load_model(ModelRequest(**asked, attention="eager", lora=LoraConfig(rank=2, targets=("o_a_proj", "q_a_proj"))))
     assert "o_b_proj" in refused.value.fix and "o_a_proj" not in refused.value.fix
-    assert any(
-        "lora_A" in name for name, _ in load_model(ModelRequest(tmp_path / "falcon", **asked)).named_parameters()
-    )
+
+
+def test_what_a_fused_adapter_answers_may_be_added_to_in_place(tmp_path):
+    """As Llama 4 does with its shared expert's."""
+    folder = write_family(tmp_path, "llama4_text")
+    asked = ModelRequest(folder, torch.float32, lora=LoraConfig(rank=2, dropout=0), attention="sdpa", trains=True)
+    model = load_model(asked).train()
+    assert apply_fused(model)
+    model(input_ids=torch.arange(8, 16)[None], use_cache=False).logits.sum().backward()

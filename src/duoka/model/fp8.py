@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from duoka.errors import ConfigError
-from duoka.model.layers import find_layers
+from duoka.model.layers import find_layers, in_shape_of
 from duoka.torch_private import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -127,7 +127,7 @@ class Fp8Product(torch.autograd.Function):
         kept = kept_weight(weight, narrow, again=again) if ctx.needs_input_grad[0] else ()
         ctx.save_for_backward(*(flat if ctx.needs_input_grad[1] else (None, None)), *kept)
         ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype)
-        return (out if bias is None else out + bias.to(dtype)).view(*x.shape[:-1], weight.shape[0])
+        return in_shape_of(x, out if bias is None else out + bias.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]

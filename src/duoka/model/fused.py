@@ -17,6 +17,7 @@ from duoka.model import gpu_kernels, native
 from duoka.model.dropout import CountedDropout, drop_units, keep_scale, level_of
 from duoka.model.gated import forward_gated
 from duoka.model.head import plain_adapter
+from duoka.model.layers import in_shape_of
 from duoka.model.rotary import own_rotation, repeats_tables
 
 CLOSE = 1e-5
@@ -223,7 +224,7 @@ class AdaptedProduct(torch.autograd.Function):
             out.addmm_(low, up.t(), alpha=scale)
         ctx.save_for_backward(flat, weight, down, up, low, keys)
         ctx.scale, ctx.place, ctx.level = scale, place, level
-        return out.view(*x.shape[:-1], -1)
+        return in_shape_of(x, out)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]

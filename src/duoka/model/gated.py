@@ -25,6 +25,7 @@ from duoka.model.fp8 import (
     weight_again,
     weight_gradient,
 )
+from duoka.model.layers import in_shape_of
 from duoka.model.split_products import SplitLinear, Waiting, waiting_of
 
 
@@ -109,7 +110,7 @@ class SiluTimesDownFp8(torch.autograd.Function):
         ctx.save_for_backward(gate, up, *kept_weight(weight, narrow, again=again))
         ctx.weight_dtype = weight.dtype
         out = product(_narrow_inside(gate, up), narrow, gate.dtype)
-        return out.view(*gate.shape[:-1], weight.shape[0])
+        return in_shape_of(gate, out)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -72,6 +72,7 @@ def _apply_lora(
         lora_alpha=lora.alpha if lora.alpha != int(lora.alpha) else int(lora.alpha),  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
         target_modules="all-linear" if lora.targets == "all" else list(lora.targets),
+        exclude_modules=_find_odd(model, lora.targets) or None,
         bias="none",
     )
     with warnings.catch_warnings():
@@ -86,7 +87,6 @@ def _apply_lora(
             ) from error
     if experts := adapted_experts(adapted):
         _check_experts(experts, lora, earlier)
-    _check_products(model, adapted)
     keep_earlier(adapted, earlier)
     if any(parameter.is_meta for parameter in adapted.parameters()):
         return adapted
@@ -249,24 +249,22 @@ def _check_targets(model: torch.nn.Module, targets: tuple[str, ...]) -> None:
         )
 
 
-def _check_products(core: torch.nn.Module, adapted: torch.nn.Module) -> None:
-    """Refuse an adapter beside a layer of the model's own code that is called linear and does not answer a row."""
-    beside = [
-        (name.rsplit(".", 1)[-1], module.get_base_layer())
-        for name, module in adapted.named_modules()
-        if callable(getattr(module, "get_base_layer", None))
-    ]
-    own = [(name, one) for name, one in beside if type(one).__module__ == type(core).__module__]
-    odd = {
-        name: type(one).__name__ for name, one in own if isinstance(one, torch.nn.Linear) and not _answers_a_row(one)
-    }
-    if odd:
-        rest = {name for name, _ in beside}
+def _find_odd(model: torch.nn.Module, targets: tuple[str, ...] | Literal["all"]) -> list[str]:
+    """Names of layers of the model's own code that are linear by their class only: a router that answers with what it
+    chose, a product by groups. Nothing can be added to their answers: `all` leaves them out, and their names are
+    refused."""
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    own = {name: one for name, one in linear.items() if type(one).__module__ == type(model).__module__}
+    odd = {name.rsplit(".", 1)[-1]: type(one).__name__ for name, one in own.items() if not _answers_a_row(one)}
+    named = sorted(odd.keys() & {name.rsplit(".", 1)[-1] for name in targets}) if targets != "all" else []
+    if named:
+        rest = {name.rsplit(".", 1)[-1] for name in linear} - odd.keys()
         raise ConfigError(
-            f"lora.targets takes {', '.join(f'{name} ({kind})' for name, kind in odd.items())}, and adapters stand "
-            "beside whole products only",
-            fix=f"write:   targets: [{', '.join(sorted(rest - odd.keys()))}]",
+            f"lora.targets names {', '.join(f'{name} ({odd[name]})' for name in named)}, to whose answer no adapter's "
+            "can be added",
+            fix=f"choose from {', '.join(sorted(rest))}, or write targets: all",
         )
+    return sorted(odd)
 
 
 def _answers_a_row(linear: torch.nn.Linear) -> bool:
@@ -275,7 +273,7 @@ def _answers_a_row(linear: torch.nn.Linear) -> bool:
             answer = linear(linear.weight.new_zeros(1, linear.in_features))
     except (RuntimeError, ValueError, LookupError):
         return False
-    return not isinstance(answer, torch.Tensor) or tuple(answer.shape) == (1, linear.out_features)
+    return isinstance(answer, torch.Tensor) and tuple(answer.shape) == (1, linear.out_features)
 
 
 def _is_linear(module: torch.nn.Module) -> bool:

@@ -23,7 +23,7 @@ class ExpertKeys:
     shared_gate: bool = False
     bias: bool = False  # of experts and router
     correction: bool = False  # a learned number beside each expert's score
-    adapted: Literal["all", "router", "none"] = "all"  # of these, what PEFT puts adapters on where targets are all
+    adapted: Literal["all", "none"] = "all"  # of these, what PEFT puts adapters on where targets are all
     # Layers without them: by decoder_sparse_step and mlp_only_layers, the first_k_dense_replace first ones, or those
     # outside of ERNIE's moe_layer_interval, _start_index and _end_index.
     dense: Literal["none", "step", "first", "interval"] = "none"
@@ -212,7 +212,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "phimoe": Family(
         qkv_bias="attention_bias", out_bias="attention_bias", head_bias="lm_head_bias", norm_terms=2, windows="all",
-        experts=ExpertKeys("num_local_experts", "intermediate_size", adapted="router"),
+        experts=ExpertKeys("num_local_experts", "intermediate_size", adapted="none"),
         defaults={"num_key_value_heads": 8, "num_local_experts": 16, "num_experts_per_tok": 2},
     ),
     "granitemoe": Family(

@@ -34,7 +34,7 @@ class Experts:
     num_parameters_each: int
     num_router: int  # parameters of the router, and of a gate before the shared experts
     numbers: tuple[int, ...]  # of the layers that have one
-    adapted: Literal["all", "router", "none"] = "all"  # by PEFT, beside attention
+    adapted: Literal["all", "none"] = "all"  # by PEFT, beside attention
 
     @property
     def num_parameters(self) -> int:
@@ -150,7 +150,7 @@ class ModelShape:
         router = hidden + self.experts.num_experts
         if targets == "all":
             whole = self.experts.num_experts * (into + out) + router
-            return self.experts.num_layers * {"all": whole, "router": router, "none": 0}[self.experts.adapted]
+            return self.experts.num_layers * {"all": whole, "none": 0}[self.experts.adapted]
         names = {name.rsplit(".", 1)[-1] for name in targets}
         if self.experts.adapted != "all" or not names & {"gate_proj", "up_proj", "down_proj"}:
             return None
