@@ -174,13 +174,9 @@ def check_bytes(case, name, settings, size, per_node):
 
     config = load_config(str(case / "run.yaml"), [*ENGINE, *settings]).config
     machine = Machine(2, 2**34, 2**34, gpus=(Gpu("NVIDIA H100", 80 << 30, 80 << 30, 9.0),) * per_node)
-    how = config.parallel.reshard
     plan = make_plan(config, read_shape(case / "model"), machine, size, local_size=per_node)
     planned = [
-        sum(
-            one.sent_bytes
-            for one in traffic(plan.work, plan.layout, per_node, accumulation=num, tokens=100, reshard=how)
-        )
+        sum(one.sent_bytes for one in traffic(plan.work, plan.layout, per_node, accumulation=num, tokens=100))
         for num in (1, 2, 3, 4)  # micro-batches
     ]
     for step in read_steps(case / name)[1:]:  # the first has what is sent at the start

@@ -160,9 +160,7 @@ def test_bytes_sent_are_the_theory_s(runs, name):
     per_node = min(size, 2)
     plan = make_plan(config, read_shape(runs / "model"), Machine(2, 2**34, 2**34), size, local_size=per_node)
     planned = {}
-    for one in traffic(
-        plan.work, plan.layout, per_node, accumulation=4 // size, tokens=100, reshard=config.parallel.reshard
-    ):
+    for one in traffic(plan.work, plan.layout, per_node, accumulation=4 // size, tokens=100):
         planned[one.kind] = planned.get(one.kind, 0.0) + one.sent_bytes
     counted = events(runs / name, "traffic")[0]["kinds"]
     for kind, wanted in planned.items():

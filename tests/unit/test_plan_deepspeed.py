@@ -55,7 +55,7 @@ def test_each_stage_holds_and_sends_its_own(strategy, per_parameter, sent, switc
 
 def test_copies_inside_nodes_hold_more_and_send_less_between_them():
     own, at = work(**LIVE), layout("fsdp")
-    sent = {how: traffic(own, at, 2, accumulation=3, reshard=how) for how in (True, "node")}
+    sent = {how: traffic(replace(own, reshard=how), at, 2, accumulation=3) for how in (True, "node")}
     across = {how: sum(one.sent_bytes for one in found if one.group.nodes > 1) for how, found in sent.items()}
     gather = 4 * SHAPE.num_parameters * (RANKS - 1) / RANKS
     assert across[True] == pytest.approx(9 * gather) and across["node"] == pytest.approx(4 * gather)
@@ -135,8 +135,8 @@ def test_weights_in_8_bits_send_a_quarter_and_gradients_in_4_an_eighth_between_n
 
 def test_copies_inside_a_node_are_not_packed_again():
     """A node's copy holds what arrived in 8 bits, and would be rounded once more."""
-    own = replace(work(**LIVE), weight_bits=8)
-    found = {one.what: one for one in traffic(own, layout("fsdp"), 2, accumulation=3, reshard="node")}
+    own = replace(work(**LIVE), weight_bits=8, reshard="node")
+    found = {one.what: one for one in traffic(own, layout("fsdp"), 2, accumulation=3)}
     wide = 4 * SHAPE.num_parameters
     assert found["weights, forward"].payload_bytes == pytest.approx(wide / 4)
     assert found["weights, backward"].payload_bytes == found["weights, forward again"].payload_bytes == wide

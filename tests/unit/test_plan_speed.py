@@ -51,8 +51,8 @@ def test_bytes_sent_are_those_of_theory_in_units_of_the_parameters(name, times):
 
 
 def test_without_resharding_weights_are_gathered_once_per_micro_batch():
-    work = Work(LLAMA_8B, None, "cuda")
-    kinds = [one.what for one in traffic(work, parse_layout("fsdp8"), 8, accumulation=1, reshard=False)]
+    work = Work(LLAMA_8B, None, "cuda", reshard=False)
+    kinds = [one.what for one in traffic(work, parse_layout("fsdp8"), 8, accumulation=1)]
     assert kinds == ["weights, forward", "gradients"]
 
 

@@ -166,7 +166,7 @@ def _may_offload(config: RunConfig, task: Task, layout: Layout) -> bool:
 def _measure(words: str, task: Task, layout: Layout, cluster: Cluster, available_bytes: int) -> Change:
     load = load_of(task, layout)
     memory = memory_of(task, layout)
-    speed = estimate_speed(task.work, layout, cluster, load, reshard=task.work.reshards)
+    speed = estimate_speed(task.work, layout, cluster, load)
     return Change(words, memory.peak_bytes, speed.tokens_per_s, fits(memory, cluster, available_bytes))
 
 

@@ -26,7 +26,7 @@ def with_layout(plan: Plan, config: RunConfig, layout: Layout) -> Plan:
     task, work, cluster = plan.task, plan.work, plan.cluster
     memory = memory_of(task, layout)
     host, disk = rooms(memory, plan.machine, cluster.per_node)
-    speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
+    speed = estimate_speed(work, layout, cluster, load_of(task, layout))
     price = plan.costs.price_per_hour
     return replace(
         plan,

@@ -335,7 +335,7 @@ def _gathered_bytes(work: Work, layout: Layout, share: ModelShare) -> dict[str, 
     if 1 < near < layout.state_ranks:  # a copy that lasts from one pass to the next
         root += size * held // near
     # What is not given back stays whole from one pass to the other.
-    whole = 0 if work.reshards else wide * share.embedding + size * (held - share.embedding)
+    whole = 0 if work.reshard else wide * share.embedding + size * (held - share.embedding)
     return {
         "loss": max(whole, root + size * share.per_layer + size * share.head),
         "start of the backward pass": max(whole, root + 2 * size * share.per_layer) + gradients,

@@ -24,6 +24,7 @@ from duoka.plan.trained_weights import layers_passed, trained_at_ends, trained_i
 STATE_BYTES: Mapping[str, float] = {
     "adamw": 8, "lamb": 8, "muon": 4, "lars": 4, "sgd": 4, "adamw8bit": 2.06, "adafactor": 0.02,
 }  # fmt: skip
+Reshard = bool | Literal["node"]
 # Bytes per frozen weight: 4-bit with a scale per 64 weights, themselves in 8 bits.
 QUANTIZED_BYTES: Mapping[int, float] = {4: 0.53, 8: 1.02}
 
@@ -75,7 +76,7 @@ class Work:
     weight_bits: int = 0  # in which weights travel, 0: as they compute
     gradient_bits: int = 0
     node_ranks: int = 0  # that share a copy of gathered weights until the backward pass
-    reshards: bool = True  # FSDP: weights are given back after each layer's forward pass
+    reshard: Reshard = True  # FSDP: whether weights are given back after each layer's forward pass
     deepspeed: DeepSpeedConfig | None = None  # its switches, where it is the engine
     has_kernels: bool = True  # compiled ones, on a CPU
     has_allocator: bool = True  # on a CPU: tcmalloc or jemalloc, in place of the C library's heap

@@ -226,7 +226,7 @@ def make_plan(
     memory, at_most = (memory_of(one, layout) for one in (task, replace(task, lengths=None)))
     host, disk = rooms(memory, machine, local)
     verdict = max(_judge_task(task, layout, memory, available), host.verdict, disk.verdict, key=VERDICTS.index)
-    speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
+    speed = estimate_speed(work, layout, cluster, load_of(task, layout))
     num_steps = _last(steps or horizon) or config.train.max_steps
     costs = estimate_costs(work, layout, cluster, speed, num_steps, config.checkpoint, price)
     return Plan(
@@ -338,8 +338,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine, local_size: in
         thin_gradients=packed.gradients == "powersgd", has_kernels=machine.has_kernels,
         has_allocator=machine.has_allocator,
         weight_bits=packed.weight_bits, gradient_bits=packed.gradient_bits,
-        node_ranks=local_size if config.parallel.reshard == "node" else 0,
-        reshards=config.parallel.reshard is not False,
+        reshard=config.parallel.reshard, node_ranks=local_size if config.parallel.reshard == "node" else 0,
         deepspeed=switches(config.parallel) if config.parallel.engine == "deepspeed" else None,
         references=_num_references(config), looks=config.stage.kind.looks,
         value_head=value_head_parameters(config, shape),

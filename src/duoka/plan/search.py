@@ -18,7 +18,6 @@ from duoka.plan.memory import FITS, Memory
 from duoka.plan.sizes import ModelShape
 from duoka.plan.speed import Speed, estimate_speed
 from duoka.plan.task import Task, load_of, memory_of
-from duoka.plan.traffic import Reshard
 from duoka.units import format_bytes
 
 LONG_TOKENS = 16384  # below it, cutting sequences saves nothing that cutting batches doesn't
@@ -85,14 +84,13 @@ def search(
     available_bytes: int,
     *,
     train: TrainConfig | None = None,
-    reshard: Reshard = True,
     asked: Mapping[str, int] | None = None,
     refused: Callable[[Layout], str | None] = lambda _: None,
     mark: Callable[[Layout], str] = lambda one: "" if one.is_trainable else NOT_TRAINED,
 ) -> Ranking:
     """All layouts of `cluster`; precision, packing and compile are those of `start`.
 
-    `train` says what is left to auto, `reshard` how long fsdp keeps weights, `asked` which axes a config names,
+    `train` says what is left to auto, `asked` which axes a config names,
     `refused` why its other keys do not go with a layout, and `mark` why auto leaves one alone that it may be asked for.
     """
     candidates: list[Candidate] = []
@@ -103,7 +101,7 @@ def search(
             filled = fill_in(train or TrainConfig(), task, layout, available_bytes).layout
             memory = memory_of(task, filled)
             if memory.peak_bytes <= FITS * available_bytes:
-                speed = estimate_speed(task.work, filled, cluster, load_of(task, filled), reshard=reshard)
+                speed = estimate_speed(task.work, filled, cluster, load_of(task, filled))
                 candidates.append(Candidate(filled, memory, speed, mark(filled)))
                 continue
             reason = _too_much(memory, available_bytes)

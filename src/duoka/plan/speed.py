@@ -29,7 +29,7 @@ from duoka.plan.offload import disk_seconds, moved_bytes
 from duoka.plan.pipeline import PassTimes, bubble
 from duoka.plan.recipe import Work, shares, slowest_stage, static_memory
 from duoka.plan.recompute import part_of_layers
-from duoka.plan.traffic import Exchange, Reshard, traffic
+from duoka.plan.traffic import Exchange, traffic
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,7 @@ def _moving_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load) ->
     return disk_seconds(kept, cluster) if layout.activations == "disk" else kept / PCIE_BYTES_PER_S
 
 
-def estimate_speed(
-    work: Work, layout: Layout, cluster: Cluster, load: Load, *, reshard: Reshard = True, rates: Rates = RATES
-) -> Speed:
+def estimate_speed(work: Work, layout: Layout, cluster: Cluster, load: Load, *, rates: Rates = RATES) -> Speed:
     """Seconds of one optimizer step of the slowest rank."""
     device = cluster.device
     cores = cluster.per_node if device.kind == "cpu" else 1  # CPU ranks of a node share it
@@ -173,8 +171,7 @@ def estimate_speed(
     backward = double * matmul_s + passed * (ATTENTION_BACKWARD * attention_s + touch_s * TOUCHES_BACKWARD)
     backward = max(backward, _launch_s(work, layout, device.kind) * 2 * passed)
     exchanges = traffic(
-        work, layout, cluster.per_node, accumulation=max(1, round(load.accumulation)), tokens=round(load.tokens),
-        reshard=reshard,
+        work, layout, cluster.per_node, accumulation=max(1, round(load.accumulation)), tokens=round(load.tokens)
     )  # fmt: skip
     count = load.accumulation
     compute = count * (forward * (1 + work.looks) + backward + again)

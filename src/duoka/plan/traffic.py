@@ -26,7 +26,6 @@ When = Literal["forward", "backward", "end", "between"]  # `between`: nothing of
 # (NVLink 3: 230 of 300 GB/s, NVLink 4: 360 of 450; InfiniBand and RoCE 80 to 90%).
 LINK_SHARE = 0.78
 NETWORK_SHARE = 0.80
-Reshard = bool | Literal["node"]
 # By bits in which weights or gradients travel: how many neighbors share a scale of 4 bytes.
 PACKED_BLOCKS = {8: 256, 4: 64}
 BUCKET_BYTES = 25 * 2**20  # DDP's
@@ -110,14 +109,13 @@ def traffic(
     *,
     accumulation: int = 1,
     tokens: int = 0,
-    reshard: Reshard = True,
 ) -> tuple[Exchange, ...]:
     """All that one rank exchanges in an optimizer step of `accumulation` micro-batches of `tokens` tokens.
 
     Ranks are laid out with tensor neighbors innermost, then sequence, then data, and stages outermost.
     """
     share = shares(work, layout, accumulation)[0]
-    found = _data_traffic(work, layout, share, per_node, accumulation, reshard)
+    found = _data_traffic(work, layout, share, per_node, accumulation)
     size = 4 if layout.precision == "fp32" else 2
     hidden = size * work.shape.hidden_size * -(-tokens // layout.sp)
     if layout.tp > 1 and work.deepspeed is not None:
@@ -230,9 +228,7 @@ def _scattered(work: Work, payload: float, times: int, group: Group, layers: int
     ]
 
 
-def _data_traffic(
-    work: Work, layout: Layout, share: ModelShare, per_node: int, accumulation: int, reshard: Reshard
-) -> list[Exchange]:
+def _data_traffic(work: Work, layout: Layout, share: ModelShare, per_node: int, accumulation: int) -> list[Exchange]:
     if layout.dp * layout.sp == 1:
         return []
     stride = layout.tp
@@ -246,7 +242,8 @@ def _data_traffic(
         buckets = max(1.0, wide * trained / BUCKET_BYTES)
         return [Exchange(grads, "all-reduce", wide * trained, 1, everyone, "backward", buckets)]
     if work.deepspeed is not None:
-        near = Group(everyone.members, 1) if reshard == "node" and 1 < everyone.members < everyone.size else everyone
+        is_near = work.reshard == "node" and 1 < everyone.members < everyone.size
+        near = Group(everyone.members, 1) if is_near else everyone
         return _of_deepspeed(work, layout, share, everyone, near, micro)
     sent = _packed_bytes(work.weight_bits) or half  # per number, forward
     if layout.strategy in ("zero1", "zero2"):
@@ -258,12 +255,12 @@ def _data_traffic(
     group = place_group(layout.state_ranks, stride, per_node)
     whole = _gather_bytes(work, share, trained + share.frozen, half, sent)
     below = share.num_layers - len(layers_of_backward(work, share))
-    if reshard and below:  # one below is fetched for a backward pass that ends above it, and there at the next pass
+    if work.reshard and below:  # one below, fetched for a backward pass that ends above it, is there at the next pass
         whole -= sent * share.per_layer * (micro - 1) / micro
     found = [Exchange("weights, forward", "all-gather", whole, micro, group, "forward", layers)]
-    if reshard:
+    if work.reshard:
         near = group
-        if reshard == "node" and 1 < group.members < group.size:
+        if work.reshard == "node" and 1 < group.members < group.size:
             near, sent = Group(group.members, 1), half
         again = _gather_bytes(work, share, trained + share.frozen, half, sent, root=False)
         again -= sent * share.per_layer * max(0, below - 1)
