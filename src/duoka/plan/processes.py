@@ -6,14 +6,12 @@ depends on the model, the batch and the machine, so each number is planned. `--n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from duoka.config.schema import RunConfig
 from duoka.errors import DuokaError
-from duoka.plan.batch import BatchArithmetic
 from duoka.plan.catalog import cluster_of
 from duoka.plan.hardware import Machine
 from duoka.plan.lengths import Lengths
@@ -89,13 +87,5 @@ def divisions(
         except DuokaError:  # axes that need another number, a batch of fewer samples
             plan = None
         if plan is not None and plan.verdict != "does not fit":
-            found.append(Division(count, threads, plan.speed.tokens_per_s * _evenness(plan.batch)))
+            found.append(Division(count, threads, plan.speed.tokens_per_s))
     return found
-
-
-def _evenness(batch: BatchArithmetic) -> float:
-    """Of ranks that get through whole samples: a step of 5 on 4 takes as long as one of 8."""
-    if batch.global_batch.unit != "samples":
-        return 1.0
-    share = batch.global_batch.count / batch.num_ranks
-    return share / math.ceil(share)

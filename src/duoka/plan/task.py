@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from duoka.config.schema import RunConfig
+from duoka.plan.batch import spread_batch
 from duoka.plan.layout import Layout
 from duoka.plan.lengths import Lengths, Rows, tokens_at_once, tokens_later
 from duoka.plan.memory import Memory, estimate_memory
@@ -93,7 +94,12 @@ def memory_of(task: Task, layout: Layout) -> Memory:
 
 
 def load_of(task: Task, layout: Layout) -> Load:
-    """How a rank gets through a step under that layout."""
-    share, micro = task.tokens_per_step / layout.dp, layout.micro
-    tokens = min(float(micro.count if micro.unit == "tokens" else micro.count * task.length), share)
-    return Load(max(1.0, share / max(1.0, tokens)), tokens, min(task.length, tokens), task.tokens_per_step)
+    """How the rank that has most gets through a step under that layout: others wait for it."""
+    batch = spread_batch(task.step, layout.micro, layout.dp, task.rows(layout), task.lengths)
+    if task.step.unit == "samples":
+        share = math.ceil(task.step.count / layout.dp) * task.length
+    else:
+        share = max(task.length, task.tokens_per_step / layout.dp)
+    number = batch.accumulation_likely or batch.accumulation
+    tokens = share / number
+    return Load(number, tokens, min(task.length, tokens), task.tokens_per_step)
