@@ -25,6 +25,7 @@ from duoka.plan.task import Task, memory_of
 from duoka.plan.traffic import traffic
 from duoka.units import Amount
 
+FAST = parse_cluster("8xH100-80G")
 LLAMA_7B = shape_from_parameters(7e9)
 SHAPE = shape_from_config({
     "model_type": "llama", "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24,
@@ -202,13 +203,14 @@ def test_auto_takes_the_least_that_fits(tmp_path):
     needs = {how: memory_of(task, replace(layout, recompute=how)).peak_bytes for how in ("none", *RUNGS)}
     train = from_yaml(tmp_path, "auto").config.train
     for how, need in needs.items():
-        filled = fill_in(train, task, layout, int(need / FITS) + 1)
+        filled = fill_in(train, task, layout, FAST, int(need / FITS) + 1)
         assert filled.layout.recompute == how
         assert filled.reasons["train.recompute"].startswith(how)
     assert (
-        "the least that fits" in fill_in(train, task, layout, int(needs["1/2"] / FITS) + 1).reasons["train.recompute"]
+        "the least that fits"
+        in fill_in(train, task, layout, FAST, int(needs["1/2"] / FITS) + 1).reasons["train.recompute"]
     )
-    nothing = fill_in(train, task, layout, 2**30)
+    nothing = fill_in(train, task, layout, FAST, 2**30)
     assert nothing.layout.recompute == "full" and "least" not in nothing.reasons["train.recompute"]
 
 
@@ -218,11 +220,11 @@ def test_auto_takes_more_where_that_lets_a_gpu_compute_enough_at_once(tmp_path):
     layout = replace(parse_layout("fsdp8"), precision="bf16", micro=Amount(256, "tokens"))
     needs = {how: memory_of(task, replace(layout, recompute=how)).peak_bytes for how in ("none", *RUNGS)}
     train = from_yaml(tmp_path, "auto").config.train
-    filled = fill_in(train, task, layout, int(needs["1/4"] / FITS) + 1)
+    filled = fill_in(train, task, layout, FAST, int(needs["1/4"] / FITS) + 1)
     assert filled.layout.recompute == "full" and filled.layout.micro.count > 256
-    assert "faster with" in filled.reasons["train.recompute"]
+    assert "times as fast with" in filled.reasons["train.recompute"]
     by_hand = fill_in(
-        train.model_copy(update={"micro_batch": "256 tokens"}), task, layout, int(needs["1/4"] / FITS) + 1
+        train.model_copy(update={"micro_batch": "256 tokens"}), task, layout, FAST, int(needs["1/4"] / FITS) + 1
     )
     assert by_hand.layout.recompute == "1/4", "of what is asked for, the least"
 

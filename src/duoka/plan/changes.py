@@ -31,6 +31,12 @@ class Change:
     peak_bytes: int
     tokens_per_s: float
     fits: bool
+    filled: str = ""  # what `auto` would take then, where it takes something else now
+
+    @property
+    def mark(self) -> str:
+        """What is to be known beside the figures."""
+        return ", ".join(filter(None, (self.filled, "" if self.fits else "does not fit")))
 
     def sentence(self, peak_bytes: int, tokens_per_s: float) -> str:
         return (
@@ -73,9 +79,16 @@ def _broken(config: RunConfig) -> set[str]:
     return {rule.id for rule in check_rules(config) if not rule.is_note}
 
 
-def _starves(one: Try) -> bool:
+def _in_turn(settings: Settings, now: Layout, then: Layout) -> str:
+    """What changes with them that they do not name, in the words of the plan's table."""
+    words = [str(then.micro)] if then.micro != now.micro and "train.micro_batch" not in settings else []
+    if then.recompute != now.recompute and "train.recompute" not in settings:
+        words.append(f"recompute {then.recompute}")
+    return ", ".join(words)
+
+
+def _starves(task: Task, layout: Layout) -> bool:
     """Whether a pipeline would get fewer micro-batches than it has stages."""
-    task, layout = one.task, one.layout
     batch = spread_batch(task.step, layout.micro, layout.dp, task.rows(layout), task.lengths)
     return batch.accumulation < layout.pp
 
@@ -83,13 +96,19 @@ def _starves(one: Try) -> bool:
 def single_changes(
     config: RunConfig, task: Task, layout: Layout, cluster: Cluster, available_bytes: int
 ) -> list[Change]:
-    """Every change that makes a difference of 2% or more, alone, and that the config's other keys go with."""
+    """Every change that makes a difference of 2% or more, alone, and that the config's other keys go with.
+
+    What the config leaves to auto is chosen anew for each, as it would be for someone who writes it.
+    """
     now, before = _measure("", task, layout, cluster, available_bytes), _broken(config)
     found = []
     for one in _tries(config, task, layout):
-        if _starves(one) or _broken(with_settings(config, one.settings)) - before:
+        changed = with_settings(config, one.settings)
+        filled = fill_in(changed.train, one.task, one.layout, cluster, available_bytes).layout
+        if _starves(one.task, filled) or _broken(changed) - before:
             continue
-        change = _measure(in_words(one.settings), one.task, one.layout, cluster, available_bytes)
+        change = _measure(in_words(one.settings), one.task, filled, cluster, available_bytes)
+        change = replace(change, filled=_in_turn(one.settings, layout, filled))
         more, faster = change.peak_bytes / now.peak_bytes - 1, change.tokens_per_s / now.tokens_per_s - 1
         if max(abs(more), abs(faster)) > 0.02:
             found.append(change)
@@ -152,10 +171,7 @@ def _tries(config: RunConfig, task: Task, layout: Layout) -> Iterator[Try]:
     if _may_be_packed(task, layout):
         yield Try(PACKED, replace(task, work=replace(work, frozen_bits=4)), layout)
     half = length // 2
-    fewer = Amount(max(half, layout.micro.count // 2), "tokens") if layout.micro.unit == "tokens" else layout.micro
-    if config.train.micro_batch != "auto" and layout.micro.unit == "tokens":
-        fewer = layout.micro  # as it is written
-    yield Try({"data.max_length": half // task.sequences}, _shorter(task, half), replace(layout, micro=fewer))
+    yield Try({"data.max_length": half // task.sequences}, _shorter(task, half), layout)
 
 
 def _may_offload(config: RunConfig, task: Task, layout: Layout) -> bool:
@@ -194,7 +210,7 @@ def smaller_changes(
             if more and len(settings) == len(one.settings):
                 continue
             changed = with_settings(config, settings)
-            filled = fill_in(changed.train, one.task, one.layout, available_bytes).layout
+            filled = fill_in(changed.train, one.task, one.layout, cluster, available_bytes).layout
             has_room = fits(memory_of(one.task, filled), cluster, available_bytes, TIGHT)
             if has_room and not _broken(changed) - before:
                 found.append(in_words(settings))

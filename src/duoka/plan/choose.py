@@ -203,9 +203,9 @@ def choose_layout(
             warnings.append(f"{given.name} is planned only: this version of duoka does not train with it yet")
     elif config.parallel.strategy == "dp":
         warnings.append(_why_not_dp(machine))
+    local = local_size or world_size
+    cluster = cluster or cluster_of(machine, max(1, world_size // local), local)
     if given is None:
-        local = local_size or world_size
-        cluster = cluster or cluster_of(machine, max(1, world_size // local), local)
         layout, why = choose_strategy(config, task, layout, cluster, available_bytes)
         reasons |= {"parallel.strategy": why} if why else {}
         layout = replace(layout, ep=config.parallel.expert)
@@ -213,7 +213,7 @@ def choose_layout(
         reasons["parallel.engine"] = f"DeepSpeed, ZeRO stage {STAGES[layout.strategy]}"
     if layout.sp > 1:
         reasons["parallel.sequence"] = f"{layout.sp}, {why_exchange(task.work.shape.num_heads // layout.tp, layout.sp)}"
-    filled = fill_in(config.train, task, layout, available_bytes)
+    filled = fill_in(config.train, task, layout, cluster, available_bytes)
     return Choice(filled.layout, reasons | filled.reasons, tuple(warnings))
 
 

@@ -210,9 +210,8 @@ def change_lines(plan: Plan) -> list[str]:
     if not plan.changes:
         return []
     now, speed = plan.memory.peak_bytes, plan.speed.tokens_per_s
-    marks = ["" if change.fits else "  does not fit" for change in plan.changes]
-    lines = [change.sentence(now, speed) + mark for change, mark in zip(plan.changes, marks, strict=True)]
-    return ["changes  what each alone would give", *(f"  {line}" for line in lines)]
+    lines = [f"  {change.sentence(now, speed)}  {change.mark}".rstrip() for change in plan.changes]
+    return ["changes  what each alone would give", *lines]
 
 
 def note_lines(plan: Plan) -> list[str]:

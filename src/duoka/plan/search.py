@@ -98,7 +98,7 @@ def search(
     for layout in layouts_of(cluster, start, task.max_length, asked):
         reason = why_not(layout, task, cluster) or refused(layout)
         if reason is None:
-            filled = fill_in(train or TrainConfig(), task, layout, available_bytes).layout
+            filled = fill_in(train or TrainConfig(), task, layout, cluster, available_bytes).layout
             memory = memory_of(task, filled)
             if memory.peak_bytes <= FITS * available_bytes:
                 speed = estimate_speed(task.work, filled, cluster, load_of(task, filled))

@@ -60,7 +60,7 @@ def choose_strategy(
     ranking = rank_layouts(config, task, layout, cluster, available_bytes)
     best = ranking.best(layout.axes or None)
     if best is None:
-        return _least(config, task, layout, available_bytes)
+        return _least(config, task, layout, cluster, available_bytes)
     return _shared_as(layout, best.layout), _reason(best, ranking, task, layout, available_bytes)
 
 
@@ -160,7 +160,7 @@ def _reason(best: Candidate, ranking: Ranking, task: Task, layout: Layout, avail
     return f"{name}: {words}; {why}"
 
 
-def _least(config: RunConfig, task: Task, layout: Layout, available_bytes: int) -> tuple[Layout, str]:
+def _least(config: RunConfig, task: Task, layout: Layout, cluster: Cluster, available_bytes: int) -> tuple[Layout, str]:
     """Where no row is left: ddp where it fits, else what needs least of what the config's keys go with."""
     broken = {rule.id for rule in check_rules(config)}
     found: list[tuple[int, Layout]] = []
@@ -169,7 +169,7 @@ def _least(config: RunConfig, task: Task, layout: Layout, available_bytes: int) 
         one = replace(layout, strategy=strategy, shard=1 if strategy == "ddp" else layout.dp)  # type: ignore[arg-type]
         rules = {rule.id for rule in check_rules(_with_parallel(config, one)) if not rule.is_note}
         if rules <= broken and one.is_trainable and not (one.pp > 1 and strategy == "fsdp"):
-            need = memory_of(task, fill_in(config.train, task, one, available_bytes).layout).peak_bytes
+            need = memory_of(task, fill_in(config.train, task, one, cluster, available_bytes).layout).peak_bytes
             if not wishes and strategy == "ddp" and need <= FITS * available_bytes:
                 return one, f"ddp: {_KINDS['ddp'].format(n=one.dp * one.sp)}"
             found.append((need, one))

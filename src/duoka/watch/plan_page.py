@@ -125,7 +125,7 @@ def _changes(plan: Plan) -> str:
             one.words,
             f"{format_bytes(one.peak_bytes)} ({one.peak_bytes / plan.memory.peak_bytes - 1:+.0%})",
             f"{one.tokens_per_s:,.0f} ({one.tokens_per_s / plan.speed.tokens_per_s - 1:+.0%})",
-            "" if one.fits else "does not fit",
+            one.mark,
         )
         for one in plan.changes
     ]
