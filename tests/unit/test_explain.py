@@ -214,6 +214,29 @@ def test_the_numbers_of_ones_own_config_stand_below(tmp_path: Path, monkeypatch:
     assert "在 x.yaml 中" in explain("zero", "--config", "x.yaml", "--lang", "zh")
 
 
+def test_the_numbers_are_of_the_plan_with_what_was_measured_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a slow cable `duoka plan` takes more at once, and explain spoke of a machine that nobody had measured."""
+    import json
+
+    from duoka.plan import hardware
+    from duoka.plan.catalog import hardware_key
+
+    machine = hardware.Machine(4, 64 << 30, 48 << 30)
+    monkeypatch.setattr(hardware, "read_machine", lambda: machine)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DUOKA_HARDWARE", "hardware.json")
+    text = "model: demo\ndata: {train: [identity], max_length: 512}\nparallel: {strategy: fsdp}\n"
+    Path("x.yaml").write_text(text + "train: {global_batch: 64k tokens, max_steps: 3}\n", "utf-8")
+    said = []
+    for speed in (1e7, 1e12):
+        measured = {"device": hardware_key(machine), "link_bytes_per_s": speed, "half_flops": 1e11}
+        Path("hardware.json").write_text(json.dumps(measured | {"fp32_flops": 1e11}), "utf-8")
+        said.append(explain("batch-size", "--config", "x.yaml", "--nproc", "2", "--lang", "en"))
+    assert "16 micro-batches of up to 2,048 tokens" in said[1] and "4 micro-batches of up to 8,192 tokens" in said[0]
+
+
 def test_what_nobody_knows_gets_the_nearest_word() -> None:
     with pytest.raises(ConfigError, match="nothing to explain") as caught:
         explain("optim.warmpu")

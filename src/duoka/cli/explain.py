@@ -91,6 +91,7 @@ def _read_own(config: str, nproc: int | None, language: Language) -> Own:
     from duoka.config.load import Start, load_config
     from duoka.data.dataset_lengths import find_lengths
     from duoka.explain.numbers import Own
+    from duoka.plan.catalog import local_cluster
     from duoka.plan.hardware import read_machine
     from duoka.plan.report import make_plan
 
@@ -99,4 +100,6 @@ def _read_own(config: str, nproc: int | None, language: Language) -> Own:
     loaded = load_config(config, start=Start(ranks, bool(machine.gpus)))
     shape = read_model_shape(loaded.config.model, loaded.base)
     lengths = find_lengths(loaded.config, loaded.base)
-    return Own(loaded, make_plan(loaded.config, shape, machine, ranks, lengths=lengths), ranks, language)
+    cluster = local_cluster(machine, ranks, ranks)
+    plan = make_plan(loaded.config, shape, machine, ranks, lengths=lengths, cluster=cluster)
+    return Own(loaded, plan, ranks, language)
