@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, replace
+from typing import Any
 
 from duoka.config.catalog import Key, known_keys
 from duoka.config.foreign import FOREIGN_SECTIONS, Foreign, foreign_names
@@ -176,10 +177,10 @@ def _fix(key: Key, value: Tree, name: str, written: str = "") -> str:
 
 
 def _own_text(key: Key, tree: Tree) -> str:
-    """The user's value, when it is a scalar that the key could take."""
-    value = tree.plain_value()
-    if tree.written:
-        return yaml_text(EnvText(tree.written))
+    """The user's value, when it is a scalar or a list that the key could take."""
+    value = _as_written(tree.plain_value())
+    if isinstance(value, list) and value and "a list" in key.words:
+        return yaml_text(value)
     if value is None or isinstance(value, (dict, list)):
         return ""
     if key.choices and "list" not in key.words and str(value) not in key.choices:
@@ -188,6 +189,15 @@ def _own_text(key: Key, tree: Tree) -> str:
         return ""
     text = yaml_text(value)
     return f"[{text}]" if key.words.startswith("a list") else text
+
+
+def _as_written(value: Any) -> Any:
+    """As it stands in the file: ${env:NAME} is filled in later, in known keys only, and is no text that looks so."""
+    if isinstance(value, dict):
+        return {word: _as_written(item) for word, item in value.items()}
+    if isinstance(value, list):
+        return [_as_written(item) for item in value]
+    return EnvText(value) if isinstance(value, str) and "${env:" in value else value
 
 
 def _parent(name: str) -> str:
