@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from duoka.bench import hardware
 from duoka.cli.bench import command
 from duoka.plan import catalog
+from duoka.plan.catalog import hardware_key
 from duoka.plan.hardware import read_machine
 
 
@@ -39,6 +40,20 @@ def test_what_is_measured_is_what_the_plan_takes(tmp_path, monkeypatch):
     assert cluster.disk_bytes_per_s == facts["disk_bytes_per_s"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["own"], "the disk's trial file is left behind"
     assert "guess" not in " ".join(cluster.notes)
+
+
+def test_what_was_written_of_the_network_by_hand_is_measured_around(tmp_path):
+    out, device = tmp_path / "hardware.json", hardware_key(read_machine(env={}))
+    words = ["hardware", "--nproc", "1", "--json", "--output", str(out)]
+    kept = {}
+    for before in ({"device": device, "network_bytes_per_s": 1e8, "fp32_flops": 1.0}, {"device": "another",
+                   "network_bytes_per_s": 1e8}, None):  # fmt: skip
+        out.write_text(json.dumps(before) if before else "{", encoding="utf-8")
+        assert CliRunner().invoke(command, words, standalone_mode=False).return_value == 0
+        facts = json.loads(out.read_text(encoding="utf-8"))
+        assert facts["fp32_flops"] > 1
+        kept[str(before and before["device"])] = facts.get("network_bytes_per_s")
+    assert kept == {device: 1e8, "another": None, "None": None}
 
 
 def test_the_disk_that_is_asked_for_is_measured(tmp_path, monkeypatch):

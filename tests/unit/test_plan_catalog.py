@@ -106,6 +106,17 @@ def test_what_was_measured_here_overrides_and_elsewhere_does_not(tmp_path):
         catalog.read_hardware(path)
 
 
+def test_the_network_between_machines_is_what_was_written_by_hand():
+    """Of cards that were never measured nothing else changes: their peaks are the table's, not "measured"."""
+    gpu = Gpu("NVIDIA GeForce RTX 3090", 24 << 30, 24 << 30, 8.6)
+    machine = Machine(8, 64 * GIB, 60 * GIB, gpus=(gpu,) * 4)
+    own = {"device": hardware_key(machine), "network_bytes_per_s": 1.25e8, "network_latency_s": 6e-5}
+    plain, told = cluster_of(machine, 2, 4), cluster_of(machine, 2, 4, own)
+    assert (told.network.bytes_per_s, told.network.latency_s, told.num_nics) == (1.25e8, 6e-5, 1)
+    assert (told.device, told.link, told.is_measured) == (plain.device, plain.link, False)
+    assert cluster_of(machine, 2, 4, own | {"half_flops": 6e13}).device.measured
+
+
 @pytest.mark.parametrize("name", ["single", "ddp8", "fsdp8·tp2", "hsdp2x8", "zero1x8·tp4·pp12", "zero2x4·sp2"])
 def test_a_layout_comes_back_from_its_name(name):
     layout = parse_layout(name)

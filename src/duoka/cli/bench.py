@@ -65,10 +65,25 @@ def hardware(nproc: int | None, output: str | None, disk: Path, as_json: bool) -
         speed, latency = facts["link_bytes_per_s"], facts["link_latency_s"]
         say(f"all-reduce among {ranks}: {speed / 1e9:.3g} GB/s, {latency * 1e6:.0f} us before the first byte")
     path = Path(output) if output else hardware_file()
+    facts |= _between_machines(path, facts["device"])
     path.parent.mkdir(parents=True, exist_ok=True)
     write_asked(path, json.dumps(facts, indent=2) + "\n")
     click.echo(json.dumps(facts, indent=2) if as_json else f"written to {path}: duoka plan uses it on this machine")
     return 0
+
+
+def _between_machines(path: Path, device: str) -> dict[str, Any]:
+    """What was written there by hand: one machine cannot measure it."""
+    from duoka.errors import ConfigError
+    from duoka.plan.catalog import read_hardware
+
+    try:
+        before = read_hardware(path) or {}
+    except ConfigError:  # damaged: that is why it is measured again
+        return {}
+    return {
+        key: value for key, value in before.items() if key.startswith("network_") and before.get("device") == device
+    }
 
 
 def _use_all_cores(machine: Machine) -> None:

@@ -332,7 +332,7 @@ def hardware_key(machine: Machine) -> str:
 
 def _overlay(cluster: Cluster, own: Mapping[str, Any]) -> Cluster:
     """`cluster` with measured speeds; keys that were not measured stay as they are."""
-    device = cluster.device
+    device, has_peaks = cluster.device, bool(own.get("half_flops") or own.get("fp32_flops"))
     try:
         half_flops = float(own.get("half_flops") or device.half_flops)
         device = replace(
@@ -345,16 +345,22 @@ def _overlay(cluster: Cluster, own: Mapping[str, Any]) -> Cluster:
             threads_share=min(1.0, float(own.get("threads_share") or 1.0)),
             fp32_attention=float(own.get("fp32_attention") or 0.0),
             half_attention=float(own.get("half_attention") or 0.0),
-            source="measured by duoka bench hardware",
-            measured=True,
+            source="measured by duoka bench hardware" if has_peaks else device.source,
+            measured=has_peaks,
         )
-        link = cluster.link
-        if own.get("link_bytes_per_s"):
-            latency = float(own.get("link_latency_s") or link.latency_s)
-            link = Network("measured", float(own["link_bytes_per_s"]), latency, "measured by duoka bench hardware")
+        link, network = _own_link(cluster.link, own, "link"), _own_link(cluster.network, own, "network")
         disk, slices = (float(own.get(key) or 0.0) for key in ("disk_bytes_per_s", "offload_bytes_per_s"))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"hardware.json: {error}", fix="measure again: duoka bench hardware") from None
-    notes = () if own.get("half_flops") or own.get("fp32_flops") else cluster.notes
-    return replace(cluster, device=device, link=link, is_measured=True, disk_bytes_per_s=disk,
-                   offload_bytes_per_s=slices, notes=notes)  # fmt: skip
+    nics = cluster.num_nics if network is cluster.network else 1
+    return replace(cluster, device=device, link=link, network=network, num_nics=nics, is_measured=has_peaks,
+                   disk_bytes_per_s=disk, offload_bytes_per_s=slices,
+                   notes=() if has_peaks else cluster.notes)  # fmt: skip
+
+
+def _own_link(known: Network, own: Mapping[str, Any], kind: str) -> Network:
+    """Between a node's devices, or between nodes: `network_bytes_per_s` is written by hand, of all cards together."""
+    if not own.get(f"{kind}_bytes_per_s"):
+        return known
+    latency = float(own.get(f"{kind}_latency_s") or known.latency_s)
+    return Network("measured", float(own[f"{kind}_bytes_per_s"]), latency, "from hardware.json")
