@@ -79,23 +79,6 @@ UNKNOWN_KEYS = [
     bad("a pipeline", HEAD + "pipeline: {base: {}, sft: {}}\n", (3, "several stages", "duoka run ")),
     bad("a list of stages", HEAD + "pipeline: [base, sft]\n", (3, "several stages", "duoka run ")),
     bad("misspelled", HEAD + "lora: {rnak: 8}\n", (3, "unknown key lora.rnak; did you mean rank?", "write:   rank: 8")),
-    bad(
-        "misspelled, with a list",
-        "model: demo\ndata: {trian: [chats.jsonl, {name: my/b.jsonl, weight: 2}]}\noptim: {beats: [0.9, 0.95]}\n",
-        (2, "did you mean train?", "write:   train: [chats.jsonl, {name: my/b.jsonl, weight: 2}]"),
-        (3, "did you mean betas?", "write:   betas: [0.9, 0.95]"),
-    ),
-    bad(
-        "misspelled, from the environment",
-        HEAD + 'ouptut: "${env:HOME}/runs"\nlog: {ot: ["${env:TRACKER}"]}\n',
-        (3, "did you mean output?", 'write:   output: "${env:HOME}/runs"'),
-        (4, "did you mean to?", 'write:   to: ["${env:TRACKER}"]'),
-    ),
-    bad(
-        "a list where none goes",
-        HEAD + "optim: {lrr: [1, 2]}\n",
-        (3, "did you mean lr?", "write:   lr: 2.0e-05"),
-    ),
     bad("letters swapped", HEAD + "optim: {rl: 1e-4}\n", (3, "unknown key optim.rl; did you mean lr?", "lr: 0.0001")),
     bad(
         "a path",

@@ -234,7 +234,7 @@ def test_the_numbers_are_of_the_plan_with_what_was_measured_here(
         measured = {"device": hardware_key(machine), "link_bytes_per_s": speed, "half_flops": 1e11}
         Path("hardware.json").write_text(json.dumps(measured | {"fp32_flops": 1e11}), "utf-8")
         said.append(explain("batch-size", "--config", "x.yaml", "--nproc", "2", "--lang", "en"))
-    assert "16 micro-batches of up to 2,048 tokens" in said[1] and "4 micro-batches of up to 8,192 tokens" in said[0]
+    assert "16 micro-batches of up to 2,048 tokens" in said[1] and "2 micro-batches of up to 16,384 tokens" in said[0]
 
 
 def test_what_nobody_knows_gets_the_nearest_word() -> None:
