@@ -11,7 +11,7 @@ from typing import Any
 
 from duoka.config.schema import TrainConfig
 from duoka.plan.horizon import Horizon
-from duoka.plan.lengths import Lengths, Rows, tokens_at_once
+from duoka.plan.lengths import Lengths, Rows, rows_at_once, rows_of_step, tokens_at_once
 from duoka.units import Amount, parse_amount, steps_of_epochs
 
 
@@ -68,7 +68,10 @@ def spread_batch(
     """How `num_ranks` get through one global batch."""
     most = _accumulation(step, num_ranks, micro, rows.max_length)
     likely = None
-    if lengths is not None and not (micro.unit == step.unit == "samples"):
+    if rows.fixed:
+        own = math.ceil(rows_of_step(step, rows, lengths) / num_ranks)
+        likely = min(most, math.ceil(own / rows_at_once(micro, rows.max_length)))
+    elif lengths is not None and not (micro.unit == step.unit == "samples"):
         likely = min(most, _accumulation(step, num_ranks, micro, max(1.0, lengths.mean)))
     return BatchArithmetic(
         global_batch=step,

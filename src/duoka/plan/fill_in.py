@@ -5,12 +5,14 @@ One rule for the run and for each row of the plan's table, so that a row is what
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from duoka.config.schema import TrainConfig
 from duoka.plan.catalog import Cluster
 from duoka.plan.layout import Layout, Strategy
+from duoka.plan.lengths import rows_at_once
 from duoka.plan.memory import FITS
 from duoka.plan.recompute import RUNGS, in_words
 from duoka.plan.speed import estimate_speed
@@ -110,6 +112,8 @@ def _with_micro(place: _Place, train: TrainConfig, layout: Layout) -> Filled:
     if train.micro_batch != "auto":
         return Filled(layout, {})
     chosen, why = _choose_micro(place, layout)
+    if place.task.fixed_rows and (even := _even_rows(place.task, chosen)) != chosen:
+        chosen, why = even, "the rows that a rank's samples fill, evenly: empty ones are computed too"
     return Filled(chosen, {"train.micro_batch": f"{chosen.micro}: {why}"})
 
 
@@ -137,6 +141,13 @@ def _choose_micro(place: _Place, layout: Layout) -> tuple[Layout, str]:
         short = "a pipeline wants many" if cap == longest else "memory is short"
         return rung, f"the smallest, {longest_words}: {short}"
     return rung, f"what fits in {MEMORY_SHARE:.0%} of the free memory per rank"
+
+
+def _even_rows(task: Task, layout: Layout) -> Layout:
+    """With as few rows at once as the same number of micro-batches takes."""
+    own = task.fixed_rows_of(layout)
+    number = math.ceil(own / rows_at_once(layout.micro, task.max_length))
+    return replace(layout, micro=Amount(math.ceil(own / number) * task.max_length, "tokens"))
 
 
 def _more_at_once(place: _Place, layout: Layout) -> Layout:

@@ -66,11 +66,25 @@ class Rows:
     fixed: bool = False
 
 
+def rows_of_step(step: Amount, rows: Rows, lengths: Lengths | None = None) -> int:
+    """Rows of exactly `max_length` that a step's samples take, whole samples only: what is left over stays empty.
+
+    The loader puts long samples first; half a sample a row is what was seen to stay empty at most.
+    """
+    mean = lengths.mean if lengths else float(rows.max_length)
+    samples = step.count if step.unit == "samples" else step.count / mean
+    return max(1, math.ceil(min(samples, samples * mean / (rows.max_length - mean / 2))))
+
+
+def rows_at_once(micro: Amount, max_length: int) -> int:
+    """Of a micro-batch with rows of that length."""
+    return micro.count if micro.unit == "samples" else max(1, micro.count // max_length)
+
+
 def tokens_at_once(step: Amount, num_ranks: int, micro: Amount, rows: Rows, lengths: Lengths | None = None) -> int:
     """The most tokens, padding included, of one micro-batch: expected with `lengths`, else an upper bound."""
     if rows.fixed:
-        per_micro = micro.count if micro.unit == "samples" else max(1, micro.count // rows.max_length)
-        return per_micro * rows.max_length
+        return rows_at_once(micro, rows.max_length) * rows.max_length
     most = _bound(step, num_ranks, micro, rows.max_length)
     return min(most, _expected(lengths, num_ranks, micro, rows.packing)) if lengths and lengths.batch else most
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from duoka.config.schema import RunConfig
 from duoka.plan.batch import spread_batch
 from duoka.plan.layout import Layout
-from duoka.plan.lengths import Lengths, Rows, tokens_at_once, tokens_later
+from duoka.plan.lengths import Lengths, Rows, rows_at_once, rows_of_step, tokens_at_once, tokens_later
 from duoka.plan.memory import Memory, estimate_memory
 from duoka.plan.recipe import Work
 from duoka.plan.speed import Load
@@ -36,6 +36,10 @@ class Task:
     @property
     def tokens_per_step(self) -> float:
         return float(self.step.count) if self.step.unit == "tokens" else self.step.count * self.length
+
+    def fixed_rows_of(self, layout: Layout) -> int:
+        """Rows of a rank and step, where they have one length."""
+        return math.ceil(rows_of_step(self.step, self.rows(layout), self.lengths) / layout.dp)
 
     def rows(self, layout: Layout) -> Rows:
         return Rows(self.max_length, layout.packing, self.fixed_rows)
@@ -102,4 +106,6 @@ def load_of(task: Task, layout: Layout) -> Load:
         share = max(task.length, task.tokens_per_step / layout.dp)
     number = batch.accumulation_likely or batch.accumulation
     tokens = share / number
+    if task.fixed_rows:  # computed to their end, filled or not
+        tokens = float(rows_at_once(layout.micro, task.max_length) * task.max_length)
     return Load(number, tokens, min(task.length, tokens), task.tokens_per_step)
