@@ -17,6 +17,7 @@ import torch
 
 from duoka.accelerator.json_state import pack, room_for, unpack
 from duoka.accelerator.loaders import PreparedLoader
+from duoka.accelerator.optimizer_state import pack_optimizer, room_for_optimizer
 from duoka.accelerator.prepared import PreparedModel, PreparedOptimizer, PreparedScheduler
 from duoka.accelerator.readings import Reading
 from duoka.comm.world import World
@@ -86,7 +87,7 @@ def save_snapshot(
     state, named = LoopState(step, num_open=opened.num_done if opened else 0), _model_tensors(parts)
     names = {id(p): name for name, p in named.items()}
     for number, optimizer in enumerate(parts.optimizers):
-        state.optimizers.append(_pack_optimizer(optimizer.inner, number, names, named))
+        state.optimizers.append(pack_optimizer(optimizer.inner, number, names, named, world))
     state.schedulers = [pack(s.inner.state_dict(), named, f"scheduler{i}") for i, s in enumerate(parts.schedulers)]
     places = [
         opened.reading.place_before if opened and opened.reading.loader is loader else loader.state_dict()
@@ -111,7 +112,7 @@ def load_snapshot(folder: Path, parts: Parts, numerics: Numerics, world: World) 
     _check_counts(saved, parts, folder)
     named = _model_tensors(parts, saved["shapes"])
     restored = [
-        _room_for_optimizer(optimizer.inner, number, saved["optimizers"][number], named)
+        room_for_optimizer(optimizer.inner, number, saved["optimizers"][number], named)
         for number, optimizer in enumerate(parts.optimizers)
     ]
     for kind in ("schedulers", "loaders", "objects"):
@@ -216,82 +217,6 @@ def _kept_buffers(lm: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer
-
-
-def _pack_optimizer(
-    optimizer: torch.optim.Optimizer, number: int, names: dict[int, str], named: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    """Tensors of its state go into `named`, under their parameters' names; the rest is returned."""
-    rest: dict[str, Any] = {}
-    own = f"optim{number or ''}"
-    for parameter, state in optimizer.state.items():
-        name = names[id(parameter)]
-        facts: dict[str, Any] = {}
-        for kind, value in state.items():
-            if isinstance(value, torch.Tensor):
-                named[f"{own}.{kind}.{name}"] = value
-                like = value.shape == parameter.shape
-                facts[kind] = {"like": like, "shape": list(value.shape), "dtype": str(value.dtype)}
-            else:  # LBFGS's and SOAP's have lists of tensors
-                facts[kind] = {"value": pack(value, named, f"{own}.{kind}.{name}")}
-        rest[name] = facts
-    groups = [
-        {key: pack(value, named, f"{own}.group{i}.{key}") for key, value in _plain(group).items()}
-        for i, group in enumerate(optimizer.param_groups)
-    ]
-    return {"state": rest, "groups": groups}
-
-
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: float(value) if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key != "params"
-    }
-
-
-def _room_for_optimizer(
-    optimizer: torch.optim.Optimizer, number: int, saved: dict[str, Any], named: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    """A state dict whose tensors are empty and stand in `named` too, where loading fills them."""
-    names = {id(p): name for name, p in named.items()}
-    states: dict[int, dict[str, Any]] = {}
-    place = 0
-    groups = []
-    if len(optimizer.param_groups) != len(saved["groups"]):
-        here, there = len(optimizer.param_groups), len(saved["groups"])
-        raise ConfigError(f"the optimizer has {here} groups of parameters, the saved one {there}")
-    for group, old in zip(optimizer.param_groups, saved["groups"], strict=True):
-        numbers = list(range(place, place + len(group["params"])))
-        place += len(numbers)
-        groups.append({**{key: _filled_later(value, named) for key, value in old.items()}, "params": numbers})
-        for index, parameter in zip(numbers, group["params"], strict=True):
-            name = names.get(id(parameter), "")
-            state = {kind: _room(fact, parameter, named) for kind, fact in saved["state"].get(name, {}).items()}
-            named |= {
-                f"optim{number or ''}.{kind}.{name}": value
-                for kind, value in state.items()
-                if isinstance(value, torch.Tensor)
-            }
-            if state:
-                states[index] = state
-    return {"state": states, "param_groups": groups}
-
-
-def _filled_later(packed: Any, named: dict[str, torch.Tensor]) -> Any:
-    """A packed value whose tensors are empty, and stand in `named` too."""
-    named |= (rooms := room_for(packed))
-    return unpack(packed, rooms)
-
-
-def _room(fact: dict[str, Any], parameter: torch.Tensor, named: dict[str, torch.Tensor]) -> Any:
-    """A value of an optimizer's state, or an empty tensor like the one that was saved: sharded as its parameter is."""
-    if "value" in fact:
-        return _filled_later(fact["value"], named)
-    dtype = getattr(torch, fact["dtype"].removeprefix("torch."))
-    return (
-        torch.zeros_like(parameter, dtype=dtype).detach() if fact["like"] else torch.zeros(fact["shape"], dtype=dtype)
-    )
 
 
 def _check_counts(saved: dict[str, Any], parts: Parts, folder: Path) -> None:
