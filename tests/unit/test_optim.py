@@ -14,7 +14,7 @@ from duoka.optim.clip import clip_gradients
 from duoka.optim.muon import orthogonalise
 from duoka.optim.owners import share_matrices, work_of
 from duoka.optim.roles import assign_roles
-from duoka.optim.schedule import batch_factor, learning_rate, tokens_per_step, warmup_steps
+from duoka.optim.schedule import batch_factor, learning_rate, lost_peak, tokens_per_step, warmup_steps
 from duoka.units import parse_amount
 
 
@@ -145,6 +145,17 @@ def test_wsd_stays_up_and_falls_at_the_end():
     seen = rates(100, warmup=10, schedule="wsd", decay=0.2)
     assert seen[9:80] == [1.0] * 71
     assert seen[80] == pytest.approx(1.0) and seen[90] == pytest.approx(0.5) and seen[-1] == pytest.approx(0.05)
+
+
+def test_wsd_that_falls_before_its_warmup_ends_turns_where_both_meet():
+    """It jumped from 0.8 of a warm-up's end to 0.5 of the fall in one step."""
+    seen = rates(20, warmup=15, schedule="wsd", decay=0.5)
+    rising, falling = [step / 15 for step in range(1, 21)], [(21 - step) / 10 for step in range(1, 21)]
+    assert seen == pytest.approx([min(one, other, 1.0) for one, other in zip(rising, falling, strict=True)])
+    assert max(abs(a - b) for a, b in itertools.pairwise(seen)) <= 0.1 + 1e-9, "no step is a jump"
+    optim = OptimConfig(lr=2.0, warmup=15, schedule="wsd", decay=0.5)
+    assert lost_peak(optim, 20) == pytest.approx(2.0 * 12 / 15), "said at the start: it never reaches 2"
+    assert lost_peak(optim.model_copy(update={"warmup": 11}), 20) is None
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)])

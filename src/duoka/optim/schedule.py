@@ -32,8 +32,23 @@ def tokens_per_step(global_batch: Amount, mean_length: float) -> float:
 def learning_rate(optim: OptimConfig, step: int, total_steps: int, tokens_per_step: float | None = None) -> float:
     """The rate of optimizer step `step` (the first is 1) of `total_steps`."""
     warm = warmup_steps(optim, total_steps, tokens_per_step)
-    if step <= warm:
-        return optim.lr * step / warm
+    if step > warm:
+        return _rate_after(optim, step, total_steps, warm)
+    rising = optim.lr * step / warm
+    # wsd falls in its last steps, however long the warm-up is: where the two overlap, the rate turns where they meet.
+    return min(rising, _rate_after(optim, step, total_steps, warm)) if optim.schedule == "wsd" else rising
+
+
+def lost_peak(optim: OptimConfig, total_steps: int, tokens_per_step: float | None = None) -> float | None:
+    """The highest rate of a run whose fall begins before its warm-up ends; None where it reaches `optim.lr`."""
+    warm = warmup_steps(optim, total_steps, tokens_per_step)
+    if optim.schedule != "wsd" or not warm or _rate_after(optim, warm, total_steps, warm) >= optim.lr:
+        return None
+    return max(learning_rate(optim, step, total_steps, tokens_per_step) for step in range(1, warm + 1))
+
+
+def _rate_after(optim: OptimConfig, step: int, total_steps: int, warm: int) -> float:
+    """The rate of a step behind the warm-up."""
     # The last step still learns: the fall ends one step after it, at min_lr.
     progress = (step - 1 - warm) / max(1, total_steps - warm)
     falls = {

@@ -11,7 +11,7 @@ from duoka import __version__
 from duoka.config.derive import rules_kept
 from duoka.config.schema import LoraConfig, RunConfig
 from duoka.errors import ConfigError, typed
-from duoka.optim.schedule import batch_factor, learning_rate, tokens_per_step, warmup_steps
+from duoka.optim.schedule import batch_factor, learning_rate, lost_peak, tokens_per_step, warmup_steps
 from duoka.plan.heap import describe_allocator
 from duoka.plan.kept import with_layout
 from duoka.plan.layout import Layout
@@ -46,13 +46,21 @@ class RunSettings:
 
     def notes(self) -> list[str]:
         """What a user should know about the length of the run."""
+        optim, notes = self.config.optim, list[str]()
         passes = self.total_steps / self.steps_per_epoch if self.steps_per_epoch else 0.0
-        if self.config.train.tokens is None or passes <= MANY_PASSES:
-            return []
-        return [
-            f"train.tokens is {self.config.train.tokens}, and the text is learned {passes:.3g} times over for it: more "
-            "text, or fewer tokens, would teach more"
-        ]
+        if self.config.train.tokens is not None and passes > MANY_PASSES:
+            notes.append(
+                f"train.tokens is {self.config.train.tokens}, and the text is learned {passes:.3g} times over for it: "
+                "more text, or fewer tokens, would teach more"
+            )
+        if (peak := lost_peak(optim, self.total_steps, self.tokens_per_step)) is not None:
+            warm = warmup_steps(optim, self.total_steps, self.tokens_per_step)
+            notes.append(
+                f"the warm-up takes {warm:,} of {self.total_steps:,} steps, and schedule wsd falls in the last "
+                f"{optim.decay:.3g} of them: the rate turns at {peak * self.batch_factor:.3g} and never reaches "
+                "optim.lr; a shorter warmup or decay would"
+            )
+        return notes
 
     def rate_of(self, step: int) -> float:
         """The learning rate of an optimizer step, the first of which is 1."""
