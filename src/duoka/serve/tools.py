@@ -8,10 +8,11 @@ from typing import Any
 from duoka.data.tokens.template import knows_tools
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.errors import ConfigError
+from duoka.tasks.tool_calls import LISTED
 from duoka.tasks.tools import TOOLS, Tool, arguments_of
 
 MOST_CALLS = 8  # rounds of calls in one answer
-_MARK = "<tool_call>"
+_MARKS = ("<tool_call>", LISTED)
 
 
 def find_tools(names: Sequence[str], tokenizer: ChatTokenizer) -> dict[str, Tool]:
@@ -29,12 +30,17 @@ def find_tools(names: Sequence[str], tokenizer: ChatTokenizer) -> dict[str, Tool
 
 def end_of_speech(text: str) -> int:
     """How much of an answer can be shown: all before a call, and before what may become one."""
-    if text.lstrip()[:1] in ("", "{"):
+    if text.lstrip()[:1] in ("", "{", "["):
         return 0
-    if (place := text.find(_MARK)) >= 0:
+    return min(_beginning(text, mark) for mark in _MARKS)
+
+
+def _beginning(text: str, mark: str) -> int:
+    """Where `mark` stands or may come to stand; the text's length where neither is."""
+    if (place := text.find(mark)) >= 0:
         return place
-    for length in range(min(len(_MARK) - 1, len(text)), 0, -1):
-        if _MARK.startswith(text[-length:]):
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if mark.startswith(text[-length:]):
             return len(text) - length
     return len(text)
 
