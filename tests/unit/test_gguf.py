@@ -182,5 +182,6 @@ def test_a_tokenizer_is_named_by_all_of_its_pattern() -> None:
     assert cut_by(LLAMA) == "llama-bpe" and cut_by(LLAMA.replace("{1,3}", "")) == "qwen2"
     o200k = LLAMA.replace(r"\p{L}+", r"[\p{Lu}\p{Lt}]*[\p{Ll}]+")
     for patterns in ((o200k,), (r"\p{N}{1,3}", LLAMA), (LLAMA.removeprefix(ENDINGS),)):
-        with pytest.raises(ConfigError, match="no name for how this tokenizer cuts"):
+        with pytest.raises(ConfigError, match="no name for how this tokenizer cuts") as refused:
             cut_by(*patterns)
+        assert "convert_hf_to_gguf.py" in (refused.value.fix or ""), "and what to do"

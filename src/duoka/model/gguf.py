@@ -39,6 +39,10 @@ _CUTS = {
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST: "llama-bpe",
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST: "qwen2",
 }
+_ELSEWHERE = (
+    "export without --gguf, and convert that folder with llama.cpp's own convert_hf_to_gguf.py, which knows more "
+    "models and tokenizers; or serve the folder itself: duoka serve, vLLM, SGLang"
+)
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
 
@@ -60,7 +64,7 @@ def check_gguf(folder: Path) -> None:
         raise ConfigError(f"--gguf does not know the architecture {kind}", fix=f"known: {', '.join(_ARCHITECTURES)}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise ConfigError(f"--gguf does not write the stretched positions of this model ({rope})")
+        raise ConfigError(f"--gguf does not write the stretched positions of this model ({rope})", fix=_ELSEWHERE)
     for what in _unwritten(config, rope):
         raise ConfigError(
             f"--gguf does not write {what}: programs that read such files compute {kind} without",
@@ -97,7 +101,7 @@ def write_gguf(folder: Path, kind: str, name: str) -> Written:
     for tensor_name, values in _tensors(folder, config):
         short = names.get_name(tensor_name, try_suffixes=(".weight", ".bias"))
         if short is None:
-            raise ConfigError(f"--gguf has no name for the tensor {tensor_name}")
+            raise ConfigError(f"--gguf has no name for the tensor {tensor_name}", fix=_ELSEWHERE)
         data, stored = _stored(gguf, values, kind)
         writer.add_tensor(short, data, raw_dtype=stored)
     writer.write_header_to_file()
@@ -194,7 +198,7 @@ def name_of_cut(tokenizer: Mapping[str, Any]) -> str:
     parts = before.get("pretokenizers") or [before]
     kinds = [one.get("type") for one in parts]
     if model.get("type") != "BPE" or "ByteLevel" not in kinds:
-        raise ConfigError("--gguf writes byte-level BPE tokenizers; this one is of another kind")
+        raise ConfigError("--gguf writes byte-level BPE tokenizers; this one is of another kind", fix=_ELSEWHERE)
     patterns = [text for one in parts if (text := str((one.get("pattern") or {}).get("Regex", "")))]
     for endings in _ENDINGS:
         rest = patterns[0].removeprefix(endings) if len(patterns) == 1 else ""
@@ -202,7 +206,7 @@ def name_of_cut(tokenizer: Mapping[str, Any]) -> str:
             return _CUTS[rest]
     last = parts[kinds.index("ByteLevel")]
     if patterns or not last.get("use_regex", True):
-        raise ConfigError("--gguf has no name for how this tokenizer cuts text into words")
+        raise ConfigError("--gguf has no name for how this tokenizer cuts text into words", fix=_ELSEWHERE)
     return "smollm" if "Digits" in kinds else "gpt-2"
 
 
