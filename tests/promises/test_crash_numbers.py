@@ -89,6 +89,16 @@ def test_a_batch_that_is_not_finite_is_left_out_on_every_split(runs, name):
     assert not close(weights_of(runs / name), weights_of(runs / "whole-1")), "a step is missing"
 
 
+@pytest.mark.parametrize("name", ["skip-1", "skip-2", "whole-1"])
+def test_what_was_left_out_counts_as_no_learned_token(runs, name):
+    """Its place counts. Else a run whose first batch is left out would not look at its first step's numbers."""
+    last = max((runs / name / "checkpoints").glob("step-*"))
+    progress = json.loads((last / "state.json").read_text(encoding="utf-8"))["progress"]
+    events = (runs / name / "events" / "run.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [event for event in map(json.loads, events) if event["type"] == "step"]
+    assert progress["step"] == 10 and progress["num_targets"] == sum(step["num_targets"] for step in steps)
+
+
 BACK_TO = {
     "rollback-1": "whole-1",
     "rollback-2": "whole-2",

@@ -33,11 +33,13 @@ class TrainState:
     def place(self) -> Place:
         return Place(self.epoch, self.index, tuple(tuple(cursor) for cursor in self.streams))
 
-    def advance(self, batch: GlobalBatch) -> None:
-        """One optimizer step was done on `batch`."""
+    def advance(self, batch: GlobalBatch, *, has_learned: bool = True) -> None:
+        """One optimizer step was done on `batch`, or it was left out: then nothing of it counts but its place."""
         self.step += 1
         self.epoch, self.index = batch.after.epoch, batch.after.index
         self.streams = [list(cursor) for cursor in batch.after.streams]
+        if not has_learned:
+            return
         self.num_samples += batch.num_samples
         self.num_tokens += batch.num_tokens
         self.num_targets += batch.global_targets

@@ -53,7 +53,6 @@ def train(run: Run) -> str:
                 batches.go_to(state.place)
                 continue
             stop_asked, save_due, save_failed, eval_due = answers
-
             last, measured = state.step >= settings.total_steps, True
             evaluates = eval_due or eval_timer.due_at(state.step) or (last and run.is_evaluated)
             if evaluates:
@@ -92,17 +91,18 @@ def _step(
     else:
         result = run.guard.until_it_fits(attempt, batch)
     result.times.data_s = data_s
-    if result.is_finite and not why and not state.num_targets:
+    has_learned = result.is_finite and not why
+    if has_learned and not state.num_targets:
         run.stage.check_first(result.metrics, run.plan.layout.precision)
     if not result.is_finite and run.nonfinite.goes_back(batch, contents, result.loss, result.norm):
         return [], False
-    state.advance(batch)
+    state.advance(batch, has_learned=has_learned)
     inject.strike_weights(contents.engine.named_trainable(), state.step, world.rank)
     if result.is_finite and (not why or batch.facts):  # rewards of answers are known without learning from them
         counts = {"num_targets": batch.global_targets, "num_tokens": batch.num_tokens, "num_samples": batch.num_samples}
         numbers = {"epoch": round(batch.epochs_done, 4), "loss": result.loss, "grad_norm": result.norm, "lr": lr}
         run.record.step(state, numbers | counts, result, time.perf_counter() - started)
-    return [count > 0 for count in result.flag_counts], result.is_finite and not why
+    return [count > 0 for count in result.flag_counts], has_learned
 
 
 def _evaluate(run: Run, is_stopped: Callable[[], bool]) -> bool:
