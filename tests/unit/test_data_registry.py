@@ -10,6 +10,8 @@ import guides
 import pytest
 from data_kit import alpaca_record, config_for, messages_record, sharegpt_record, simple_records, write_jsonl
 
+from duoka.data.read.detect import detect_format
+from duoka.data.read.example import BadRecord
 from duoka.data.read.record_kinds import read_record
 from duoka.data.read.records import FilePiece, Record, find_pieces, read_piece
 from duoka.data.read.registry import ResolvedSet, check_data, find_sets, registered_sets
@@ -219,6 +221,17 @@ def test_a_broken_record_is_named_with_file_and_line(
     assert len(faults) == 1
     assert said in faults[0].what
     assert (faults[0].file, faults[0].line) == (str(path), line)
+
+
+@pytest.mark.parametrize("record", ['{"text": null}', '{"messages": null}', '{"conversations": []}'])
+def test_a_first_record_without_content_is_a_wrong_record_and_no_unknown_format(tmp_path: Path, record: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{record}\n", encoding="utf-8")
+    form = detect_format(json.loads(record))
+    assert form is not None
+    with pytest.raises(BadRecord) as wrong:
+        read_record(json.loads(record), form, source=str(path), line=1)
+    assert next(iter(json.loads(record))) in wrong.value.rule
 
 
 def test_gb18030_is_recognized(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from duoka.data.tokens.template import Sample
 ASK = {"role": "user", "content": "q"}
 GOOD, WORSE = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "worse"}
 SAY = (Message("user", "q"),)
+RULE = {"role": "system", "content": "short"}
 PAIR = Preference(SAY, Message("assistant", "good"), Message("assistant", "worse"))
 LIKED = Labeled((*SAY, Message("assistant", "good")), True)
 GPT = [{"from": "gpt", "value": text} for text in ("good", "worse")]
@@ -44,6 +45,12 @@ DETECTED: list[tuple[dict[str, Any], Any]] = [
     ({"prompt": "q", "completion": "good", "label": True}, LIKED),
     ({"messages": [ASK, GOOD], "label": True}, LIKED),
     ({"instruction": "q", "output": "good", "kto_tag": True}, LIKED),
+    # HuggingFaceH4/ultrafeedback_binarized, and a talk that is named by its question
+    ({"prompt": "q", "chosen": [ASK, GOOD], "rejected": [ASK, WORSE], "messages": [ASK, GOOD], "score": 8.0}, PAIR),
+    (
+        {"prompt": "q", "chosen": [RULE, ASK, GOOD], "rejected": [RULE, ASK, WORSE]},
+        replace(PAIR, messages=(Message("system", "short"), *SAY)),
+    ),
 ]
 
 
@@ -63,6 +70,13 @@ def pair_form(**more: str) -> SetFormat:
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}, DETECTED[7][0], "the same answer"),
     ({"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "x"}, WORSE]}, DETECTED[7][0], "different conversations"),
+    ({"prompt": "other", "chosen": [ASK, GOOD], "rejected": [ASK, WORSE]}, DETECTED[5][0], "'prompt' is another conv"),
+    ({"prompt": "q", "chosen": [ASK, GOOD], "rejected": [RULE, ASK, WORSE]}, DETECTED[5][0], "different conversations"),
+    (
+        {"prompt": [ASK], "chosen": [GOOD, ASK, GOOD], "rejected": [WORSE]},
+        DETECTED[6][0],
+        "is 3 messages behind 'prompt'",
+    ),
     ({"chosen": [ASK, GOOD]}, DETECTED[7][0], "there is no 'rejected'"),
     ({"prompt": "q", "chosen": 3, "rejected": "b"}, DETECTED[3][0], "'chosen' is a number"),
     ({"prompt": "q", "completion": "a", "label": 2}, DETECTED[12][0], "must be true or false"),

@@ -28,7 +28,8 @@ def detect_format(record: Any) -> SetFormat | None:
         return SetFormat("text", {"text": "text"}, kind="text")
     if isinstance(record.get("prompt"), str):
         return SetFormat("alpaca", {"prompt": "prompt"}, kind="prompt")
-    return None
+    # By a column's name alone: reading the record says what is wrong with it, and later ones may be whole.
+    return SetFormat("text", {"text": "text"}, kind="text") if record.get("text", "") is None else None
 
 
 def _detect_alpaca(record: dict[str, Any]) -> SetFormat | None:
@@ -77,9 +78,10 @@ def _listed(cell: Any, column: str) -> Any:
 
 
 def _detect_broken(record: dict[str, Any]) -> SetFormat | None:
-    """By a column's name alone where its text begins as a list and is none: reading it says what is wrong with it."""
+    """By a column's name alone where its text begins as a list and is none, or where it is empty: reading it says what
+    is wrong with it."""
     for column, name in (("messages", "messages"), ("conversations", "sharegpt")):
-        if begins_as_list(record.get(column)):
+        if begins_as_list(record.get(column)) or record.get(column, "") in (None, []):
             return SetFormat(name, FORMATS.get(name).columns, FORMATS.get(name).tags)
     return None
 
@@ -95,11 +97,14 @@ def _detect_preference(record: dict[str, Any]) -> SetFormat | None:
     margin = record.get("margin")  # a later record may have one
     is_number = margin is None or (isinstance(margin, (int, float)) and not isinstance(margin, bool))
     columns = {"chosen": "chosen", "rejected": "rejected", **({"margin": "margin"} if is_number else {})}
-    found = _detect_messages({key: value for key, value in record.items() if key not in columns})
+    chosen = _listed(record["chosen"], "chosen")
+    # UltraFeedback's `messages` are the better conversation once more, and no prompt.
+    others = {key: cell for key, cell in record.items() if key not in columns and _listed(cell, key) != chosen}
+    found = _detect_messages(others)
     if found is not None:
         return SetFormat(found.name, {**found.columns, **columns}, found.tags, "preference")
     question = next((name for name in ("instruction", "prompt", "question") if isinstance(record.get(name), str)), "")
-    chosen = record["chosen"] if question else _listed(record["chosen"], "chosen")
+    chosen = record["chosen"] if question else chosen
     turns = [turn for turn in (chosen if isinstance(chosen, list) else [chosen]) if isinstance(turn, dict)]
     if question:
         more = {key: name for key, name in FORMATS.get("alpaca").columns.items() if key not in ("prompt", "response")}

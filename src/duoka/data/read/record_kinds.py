@@ -104,12 +104,11 @@ def _read_preference(record: dict[str, Any], form: SetFormat, source: str, line:
     column = form.columns.get("messages" if form.name != "alpaca" else "prompt")
     if column and record.get(column) is not None:
         messages, tools = _question(record, form)
-        wrong = next((part for part in before if part and part != messages), None)
+        messages = _whole_question(messages, before, column, form)
     else:
         messages, tools = with_system(before[0], record, form), record.get(form.columns.get("tools", ""))
-        wrong = before[1] if before[1] != before[0] else None
-    if wrong is not None:
-        raise BadRecord("chosen and rejected answer different conversations", "give both the same prompt")
+        if before[1] != before[0]:
+            raise BadRecord("chosen and rejected answer different conversations", "give both the same prompt")
     for answer in answers:
         _check([*messages, answer], "assistant")
     _check(messages, "question")
@@ -118,6 +117,23 @@ def _read_preference(record: dict[str, Any], form: SetFormat, source: str, line:
         raise BadRecord("chosen and rejected are the same answer", "there is nothing to prefer: leave the record out")
     margin = _read_margin(record, form.columns.get("margin"))
     return Preference(tuple(messages), answers[0], answers[1], read_tools(tools), source, line, margin)
+
+
+def _whole_question(asked: list[Message], before: list[list[Message]], column: str, form: SetFormat) -> list[Message]:
+    """What both answer, where the record asks in a column of its own and answers may be whole conversations, too."""
+    wrong = next((part for part in before if part and part != asked), None)
+    if wrong is None:
+        return asked
+    if wrong[0].role == "assistant":
+        what = f"an answer is {len(wrong) + 1} messages behind {column!r}, and pairs compare one message each"
+        raise BadRecord(what, "put the messages that both have in common into the prompt, or leave the record out")
+    if before[0] != before[1]:
+        raise BadRecord("chosen and rejected answer different conversations", "give both the same prompt")
+    # Data sets that name a talk by its question alone: the conversations say all of it.
+    if form.name == "alpaca" and all(message in wrong for message in asked):
+        return wrong
+    what = f"{column!r} is another conversation than the one that chosen and rejected answer"
+    raise BadRecord(what, f"leave {column!r} out: both hold the whole conversation")
 
 
 def _read_margin(record: dict[str, Any], name: str | None) -> float:
