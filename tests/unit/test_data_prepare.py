@@ -9,12 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from data_kit import config_for, messages_record, sharegpt_record, simple_records, write_jsonl
 
 from duoka.data import prepare, set_key
-from duoka.data.mixture import mixture_counts, split_set
+from duoka.data.mixture import mixture_counts
 from duoka.data.prepare import PreparedData, prepare_data
 from duoka.data.tokens import tokenize
 from duoka.data.tokens.token_store import TokenStore
@@ -328,14 +327,6 @@ def test_the_split_stays_when_records_move(prepared: Any, data: Path, tmp_path: 
     """It looks at content: shuffled lines give the same evaluation."""
     turned = write_jsonl(tmp_path / "turned.jsonl", simple_records(40)[::-1])
     assert sorted(ids_of(prepared(data, eval=0.2).eval)) == sorted(ids_of(prepared(turned, eval=0.2).eval))
-
-
-def test_copies_stay_on_one_side_of_the_split() -> None:
-    content = np.repeat(np.arange(50, dtype=np.uint64), 4)
-    train, held_out = split_set(content, 0.2, seed=3)
-    assert len(held_out) == 40
-    both = set(content[train].tolist()) & set(content[held_out].tolist())
-    assert len(both) <= 1, "only the copies at the border may be parted"
 
 
 def test_data_of_its_own_can_be_evaluated(prepared: Any, data: Path, tmp_path: Path) -> None:

@@ -88,7 +88,9 @@ class DataSource(Section):
         description="A registered name (dataset_info.json), a built-in one, a file, folder, or task:NAME."
     )
     weight: Annotated[Number, Field(gt=0.0)] | None = Field(
-        None, description="Share of the mixture: a set is repeated or thinned so that the shares hold."
+        None,
+        description="Share of the mixture's samples (documents, not tokens): a set is repeated or thinned so that the "
+        "shares hold.",
     )
     share: Annotated[Share, Field(gt=0.0)] | None = Field(
         None, description="This set is so much of all samples; the others stay as they are, and the epoch grows."

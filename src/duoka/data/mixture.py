@@ -61,8 +61,9 @@ def mix_parts(sets: Sequence[tuple[ResolvedSet, TokenPart]], config: RunConfig) 
     if share == 0.0:
         return Mixture(store, None)
     if len(eval_index) == 0:
-        what = f"data.eval is {share:g}, and {len(train_index)} samples are too few to split"
-        raise DataError(what, fix="set data.eval: 0, or add data")
+        few = f"{len(train_index)} samples are too few to split"
+        few = few if len(train_index) < 2 else f"the {len(train_index)} samples are of one record, which stays whole"
+        raise DataError(f"data.eval is {share:g}, and {few}", fix="set data.eval: 0, or add data")
     return Mixture(store, TokenStore(parts, eval_index))
 
 
@@ -75,11 +76,13 @@ def _kept_index(
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part.arrays.content.tobytes())
+        if part.arrays.records is not None:
+            digest.update(part.arrays.records.tobytes())
     root = make_folder(cache_folder() / "splits")
     file = root / f"{digest.hexdigest()}.npz"
     with hold_lock(root / f"{digest.hexdigest()}.lock", on_wait=lambda: None):
         if not file.is_file():
-            train, held_out = split_and_mix([part.arrays.content for part in parts], asked, share, seed)
+            train, held_out = split_and_mix([part.records for part in parts], asked, share, seed)
             draft = file.with_suffix(".draft")
             with draft.open("wb") as out:
                 np.savez(out, train=train, eval=held_out)
@@ -89,13 +92,13 @@ def _kept_index(
 
 
 def split_and_mix(
-    contents: Sequence[np.ndarray], asked: Sequence[Asked], share: float, seed: int
+    records: Sequence[np.ndarray], asked: Sequence[Asked], share: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Places in the sets end to end, rising. Every set gives the same share to evaluation; weights act on the rest."""
-    starts = np.cumsum([0, *map(len, contents)])
+    starts = np.cumsum([0, *map(len, records)])
     held_out, kept = [], []
-    for start, content in zip(starts, contents, strict=False):
-        mine, others = split_set(np.asarray(content), share, seed)
+    for start, record in zip(starts, records, strict=False):
+        mine, others = split_set(np.asarray(record), share, seed)
         kept.append(mine + start)
         held_out.append(others + start)
     counts = count_mixture([len(places) for places in kept], asked)
@@ -107,14 +110,18 @@ def split_and_mix(
     return np.concatenate([empty, *chosen]), np.concatenate([empty, *held_out])
 
 
-def split_set(content: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Places for training and for evaluation. Equal samples sort together, so a copy seldom crosses the border."""
-    count = len(content)
+def split_set(records: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places for training and for evaluation. What is of one record, and equal samples, are on one side."""
+    count = len(records)
     num_held_out = min(max(round(share * count), 1), count - 1) if share > 0 and count > 1 else 0
     start = int.from_bytes(hashlib.blake2b(f"split/{seed}".encode(), digest_size=8).digest(), "little")
-    keys = content ^ np.uint64(start)
+    keys = records ^ np.uint64(start)
     mix_keys(keys)
     order = np.argsort(keys, kind="stable").astype(np.int64)
+    # The border nearest to the share: a part of what is learned would else be measured, too.
+    borders = np.flatnonzero(np.diff(keys[order])) + 1
+    if num_held_out:
+        num_held_out = int(borders[np.argmin(np.abs(borders - num_held_out))]) if len(borders) else 0
     return np.sort(order[num_held_out:]), np.sort(order[:num_held_out])
 
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,17 @@ def prepare_data(
     held_out = [found for found in kept if found.split == "eval"] or kept
     evaluation = as_samples(mixture.eval, held_out, config) if mixture.eval else None
     report = _build_report(mixture, train, evaluation, reports, notes, tokenizer, config)
+    report = replace(report, mixture=_shares(mixture.train, [found for found in kept if found.split == "train"]))
     return PreparedData(train, evaluation, report, tokenizer.pad_id, _text_bytes(config.stage, tokenizer))
+
+
+def _shares(store: TokenStore, sets: list[ResolvedSet]) -> tuple[tuple[str, float, float], ...]:
+    """What a mixture that was asked for comes to: shares count samples, and sets with longer ones give more tokens."""
+    if len(sets) < 2 or all(one.weight is None and one.share is None and one.epochs is None for one in sets):
+        return ()
+    sizes = store.sizes_of_parts()
+    samples, tokens = (max(1, sum(column)) for column in zip(*sizes, strict=True))
+    return tuple((one.name, count / samples, size / tokens) for one, (count, size) in zip(sets, sizes, strict=True))
 
 
 def _text_bytes(stage: StageConfig, tokenizer: ChatTokenizer) -> np.ndarray | None:
@@ -210,17 +220,21 @@ def _prepare_set(
 ) -> tuple[TokenPart, SetReport]:
     root = make_folder(cache_folder() / "tokens")
     job = Job(found.form, data.targets, data.max_length, data.on_long, max_record_bytes(data.max_length))
-    key = key_of(found, job, tokenizer, root)
-    folder = root / key
+    try:
+        folder = root / key_of(found, job, tokenizer, root)
+    except OSError as error:
+        raise _of_file(error, found) or error from None
     reused = TokenPart.is_whole(folder)
     if not reused:
         try:
-            with hold_lock(root / f"{key}.lock", on_wait=lambda: say(f"{found.name}: another run is tokenizing it")):
+            with hold_lock(
+                root / f"{folder.name}.lock", on_wait=lambda: say(f"{found.name}: another run is tokenizing it")
+            ):
                 reused = TokenPart.is_whole(folder)  # the other run may have finished it meanwhile
                 if not reused:
                     _tokenize_set(found, data, job, tokenizer, folder, say)
         except OSError as error:
-            raise StorageError(
+            raise _of_file(error, found) or StorageError(
                 f"cannot keep the tokens of {found.name!r}: {error.strerror or error}",
                 where=str(root),
                 fix="make room, or set DUOKA_CACHE to another folder",
@@ -241,6 +255,20 @@ def _prepare_set(
     )
     say(report.line())
     return part, report
+
+
+def _of_file(error: OSError, found: ResolvedSet) -> DataError | None:
+    """What is said where a file of the data, and not the cache, is the trouble: gone, or not to be read."""
+    named = [path for path in found.files if str(path) == str(error.filename)]
+    lost = next((path for path in found.files if not path.is_file()), None)
+    if not named and lost is None:
+        return None
+    why = "it is there no more" if lost is not None else str(error.strerror or error)
+    return DataError(
+        f"a file of {found.name!r} cannot be read: {why}",
+        where=str(lost or named[0]),
+        fix="put it back and start again: files have to stay where they are until they are tokenized",
+    )
 
 
 def _tokenize_set(

@@ -85,6 +85,7 @@ class DataReport:
     num_rows: int = 0  # that plain text was cut into
     row_tokens: int = 0
     stream: str = ""
+    mixture: tuple[tuple[str, float, float], ...] = ()  # asked for: (set, its share of samples, of tokens)
     histogram: tuple[tuple[int, int], ...] = ()  # (longer than half of this and at most this, so many samples)
     padding: Padding | None = None
     ends_with_eos: bool | None = None  # None: nothing is learned
@@ -100,6 +101,10 @@ class DataReport:
             f"  wrong: {fault.file}, line {fault.line}: {fault.what}" for one in self.sets for fault in one.skipped[:3]
         ]
         out.append(self._train_line())
+        if self.mixture:
+            each = (f"{name} {samples:.1%} and {tokens:.1%}" for name, samples, tokens in self.mixture)
+            noun = "documents" if self.row_tokens else self.noun or "samples"
+            out.append(f"mixture (share of {noun}, which weight and share mean, and of tokens): " + ", ".join(each))
         if self.histogram and histogram:
             total = max(1, self.num_train)
             out.append(

@@ -12,6 +12,7 @@ import numpy as np
 
 from duoka.data.read.example import AnyExample, BadRecord, Example, Labeled, Message, Preference, Prompt, Text
 from duoka.data.tokens.template import Sample, Span, Targets, mark_targets, mark_tokens, render_prompt
+from duoka.data.tokens.token_store import hash_of
 from duoka.data.tokens.tokenizer import ChatTokenizer, Tokens
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
@@ -30,10 +31,16 @@ class Encoded:
     margin: float = 0.0
     num_unknown: int = 0  # tokens that stand for characters which the tokenizer does not have
     is_damaged: bool = False  # the text holds U+FFFD: characters were lost before duoka read it
+    record: int | None = None  # of a part of a conversation that was split: the same number in all of its parts
 
     @property
     def longest(self) -> int:
         return max(len(part.input_ids) for part in self.parts)
+
+    @property
+    def is_even(self) -> bool:
+        """A pair that was cut to the same answer twice: there is nothing to prefer."""
+        return len(self.parts) == 2 and np.array_equal(self.parts[0].input_ids, self.parts[1].input_ids)
 
     def joined(self) -> Sample:
         if len(self.parts) == 1:
@@ -154,7 +161,9 @@ def _count_unknown(parts: tuple[Sample, ...], texts: list[str], tokenizer: ChatT
 def fit_length(encoded: Encoded, max_length: int, on_long: str, example: AnyExample) -> list[Encoded]:
     """A record that is too long, cut as configured; empty when it has to be dropped."""
     if on_long == "split" and isinstance(example, Example):
-        return [Encoded((part,)) for part in split_sample(encoded.parts[0], max_length) if part.num_targets]
+        whole = hash_of(encoded.parts[0])
+        cut = (part for part in split_sample(encoded.parts[0], max_length) if part.num_targets)
+        return [Encoded((part,), record=whole) for part in cut]
     if on_long in ("truncate", "split") and isinstance(example, (Example, Preference, Labeled)):
         parts = tuple(Sample(part.input_ids[:max_length], part.is_target[:max_length]) for part in encoded.parts)
         mark = len(parts[0].input_ids) if isinstance(example, Preference) else encoded.mark

@@ -6,17 +6,20 @@ samples from several parts (a mixture, a split). `prepare` makes both; the loade
     ids.npy       (tokens,) int32     targets.npy    (tokens,) bool
     offsets.npy   (samples + 1,) int64                num_targets.npy (samples,) int32
     content.npy   (samples,) uint64: a hash of each sample     marks.npy      (samples,) int32
-    margins.npy   (samples,) float64, where one is not 0       meta.json: what it is, written last
+    margins.npy   (samples,) float64, where one is not 0       records.npy  (samples,) uint64, where one was split
+    meta.json: what it is, written last
 
 A mark is what a kind of data has to say of a sample: how many of a preference pair's tokens are the chosen part, or
 whether a labeled answer is good (1) or not (0). A margin is by how much a pair's better answer is to score higher.
+Parts of one conversation that was split are of one record, whose number is a hash of all of it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +30,8 @@ import numpy as np
 from duoka.data.tokens.template import Sample
 from duoka.runs.folder import read_json, write_json_atomic
 
-ARRAYS = ("ids", "targets", "offsets", "num_targets", "content", "marks")  # and margins, where there are any
+ARRAYS = ("ids", "targets", "offsets", "num_targets", "content", "marks")
+_OPTIONAL = ("margins", "records")  # where there are any
 _COLUMNS = ("num_targets", "content", "marks")  # one number a sample
 
 
@@ -42,32 +46,43 @@ class Arrays:
     content: np.ndarray
     marks: np.ndarray
     margins: np.ndarray | None = None
+    records: np.ndarray | None = None
 
     def named(self) -> dict[str, np.ndarray]:
         """Those that are there, by their names."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
+def hash_of(sample: Sample, salt: bytes = b"") -> int:
+    """A hash of a sample's tokens and targets."""
+    held = sample.input_ids.tobytes() + sample.is_target.tobytes()
+    return int.from_bytes(hashlib.blake2b(held, digest_size=8, salt=salt).digest(), sys.byteorder)
+
+
 def pack_arrays(
-    samples: Sequence[Sample], marks: Sequence[int] | None = None, margins: Sequence[float] | None = None
+    samples: Sequence[Sample],
+    marks: Sequence[int] | None = None,
+    margins: Sequence[float] | None = None,
+    records: Sequence[int | None] = (),
 ) -> Arrays:
     all_marks = np.zeros(len(samples), np.int32) if marks is None else np.array(marks, np.int32)
     all_margins = np.zeros(len(samples)) if margins is None else np.array(margins, np.float64)
     lengths = np.array([len(sample.input_ids) for sample in samples], np.int64)
-    digests = (
-        hashlib.blake2b(
-            sample.input_ids.tobytes() + sample.is_target.tobytes(), digest_size=8, salt=_salt(int(mark), float(margin))
-        ).digest()
+    hashes = [
+        hash_of(sample, _salt(int(mark), float(margin)))
         for sample, mark, margin in zip(samples, all_marks, all_margins, strict=True)
-    )
+    ]
+    content = np.array(hashes, np.uint64)
+    of = [own if record is None else record for own, record in zip(hashes, records, strict=bool(records))]
     return Arrays(
         ids=np.concatenate([np.zeros(0, np.int32), *(sample.input_ids for sample in samples)]),
         targets=np.concatenate([np.zeros(0, bool), *(sample.is_target for sample in samples)]),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         num_targets=np.array([sample.num_targets for sample in samples], np.int32),
-        content=np.frombuffer(b"".join(digests), np.uint64).copy(),
+        content=content,
         marks=all_marks,
         margins=all_margins if all_margins.any() else None,
+        records=np.array(of, np.uint64) if any(record is not None for record in records) else None,
     )
 
 
@@ -92,7 +107,8 @@ def write_part(folder: Path, pieces: Iterable[Arrays], meta: dict[str, Any], num
     empty = pack_arrays([])
     sizes: list[np.ndarray] = [np.zeros(0, np.int64)]
     columns: dict[str, list[np.ndarray]] = {name: [getattr(empty, name)] for name in _COLUMNS}
-    margins, at = [np.zeros(0)], 0
+    margins, records, at = [np.zeros(0)], [np.zeros(0, np.uint64)], 0
+    is_split = False
     for piece in pieces:
         end = at + len(piece.ids)
         ids[at:end], targets[at:end], at = piece.ids, piece.targets, end
@@ -100,6 +116,8 @@ def write_part(folder: Path, pieces: Iterable[Arrays], meta: dict[str, Any], num
         for name, parts in columns.items():
             parts.append(getattr(piece, name))
         margins.append(np.zeros(len(piece.marks)) if piece.margins is None else piece.margins)
+        records.append(piece.content if piece.records is None else piece.records)
+        is_split = is_split or piece.records is not None
     if at != num_tokens:
         raise ValueError(f"the pieces hold {at} tokens, and {num_tokens} were counted")
     ids.flush()
@@ -110,8 +128,14 @@ def write_part(folder: Path, pieces: Iterable[Arrays], meta: dict[str, Any], num
         np.save(folder / f"{name}.npy", np.concatenate(parts), allow_pickle=False)
     if any(part.any() for part in margins):
         np.save(folder / "margins.npy", np.concatenate(margins), allow_pickle=False)
+    if is_split:
+        np.save(folder / "records.npy", np.concatenate(records), allow_pickle=False)
     sizes_bytes = {file.stem: file.stat().st_size for file in sorted(folder.glob("*.npy"))}
     write_json_atomic(folder / "meta.json", {**meta, "sizes_bytes": sizes_bytes})
+
+
+def _names_in(sizes_bytes: Mapping[str, int]) -> tuple[str, ...]:
+    return (*ARRAYS, *(name for name in _OPTIONAL if name in sizes_bytes))
 
 
 class TokenPart:
@@ -120,7 +144,7 @@ class TokenPart:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.meta = read_json(folder / "meta.json") or {}
-        names = [*ARRAYS, "margins"] if "margins" in self.meta.get("sizes_bytes", {}) else ARRAYS
+        names = _names_in(self.meta.get("sizes_bytes", {}))
         loaded = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
         self.arrays = Arrays(**loaded)
 
@@ -128,11 +152,16 @@ class TokenPart:
     def is_whole(folder: Path) -> bool:
         """True when the folder was written to its end, and nothing in it was cut since."""
         sizes = (read_json(folder / "meta.json") or {}).get("sizes_bytes", {})
-        files = {name: folder / f"{name}.npy" for name in (*ARRAYS, *(["margins"] if "margins" in sizes else []))}
+        files = {name: folder / f"{name}.npy" for name in _names_in(sizes)}
         return all(file.is_file() and file.stat().st_size == sizes.get(name) for name, file in files.items())
 
     def __len__(self) -> int:
         return len(self.arrays.num_targets)
+
+    @property
+    def records(self) -> np.ndarray:
+        """What each sample is a part of: itself, but for parts of one conversation that was split."""
+        return self.arrays.content if self.arrays.records is None else self.arrays.records
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -159,6 +188,13 @@ class TokenStore:
 
     def __len__(self) -> int:
         return len(self._index)
+
+    def sizes_of_parts(self) -> list[tuple[int, int]]:
+        """Of each part, how many of these samples are from it, and how many tokens they have."""
+        part = np.searchsorted(self._starts, self._index, side="right") - 1
+        counts = np.bincount(part, minlength=len(self.parts))
+        tokens = np.bincount(part, weights=self.lengths, minlength=len(self.parts))
+        return [(int(count), int(size)) for count, size in zip(counts, tokens, strict=True)]
 
     @cached_property
     def fingerprint(self) -> str:

@@ -8,6 +8,7 @@ caller can break them. Finished pieces are kept on disk until the set is whole: 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -37,6 +38,7 @@ OnLong = Literal["truncate", "split", "drop", "error"]
 SMALL_BYTES = 2 << 20  # below this, starting processes takes longer than the work
 _DONE = None
 _RECORDS_AT_ONCE = 64
+_NO_FILE = 66  # a worker's exit code: the file of its piece is there no more
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def _keep(encoded: Encoded, example: AnyExample, record: Record, job: Job, resul
             counts.num_dropped_long += 1
             return []
     if job.form.kind != "prompt":
-        kept = [one for one in kept if all(part.num_targets for part in one.parts)]
+        kept = [one for one in kept if all(part.num_targets for part in one.parts) and not one.is_even]
     if not kept:
         counts.num_dropped_masked += 1
         return []
@@ -178,7 +180,7 @@ def read_arrays(draft: Path, number: int) -> Arrays:
 
 def _write_piece(draft: Path, number: int, result: PieceResult, samples: list[Encoded]) -> None:
     marks, margins = [sample.mark for sample in samples], [sample.margin for sample in samples]
-    arrays = pack_arrays([sample.joined() for sample in samples], marks, margins)
+    arrays = pack_arrays([sample.joined() for sample in samples], marks, margins, [one.record for one in samples])
     name = draft / f"piece-{number:06d}"
     with open(f"{name}.draft", "wb") as file:
         np.savez(file, allow_pickle=False, **arrays.named())
@@ -237,7 +239,7 @@ def _with_processes(todo: Iterable[tuple[int, FilePiece, int | None]], draft: Pa
         num_alive = num_workers
         while num_alive:
             number = finished.get()
-            if isinstance(number, WorkerFailed):
+            if isinstance(number, Exception):
                 raise number
             if number is _DONE:
                 num_alive -= 1
@@ -284,6 +286,9 @@ def _feed(worker: subprocess.Popen[str], waiting: queue.SimpleQueue[Any], finish
             answer = ""
         if answer.strip() != str(number):
             code = worker.wait()
+            if code == _NO_FILE:
+                finished.put(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), piece.path))
+                return
             where = f"{piece.path}, from line {piece.line}"
             finished.put(WorkerFailed(f"a tokenizing process died (exit code {code})", where=where))
             return
@@ -298,7 +303,10 @@ def main(draft: Path) -> None:
     tokenizer = ChatTokenizer.load(draft / "tokenizer.json")
     for line in sys.stdin:
         number, piece, limit = json.loads(line)
-        result, samples = tokenize_piece(FilePiece(**piece), limit, job, tokenizer)
+        try:
+            result, samples = tokenize_piece(FilePiece(**piece), limit, job, tokenizer)
+        except FileNotFoundError:
+            sys.exit(_NO_FILE)
         _write_piece(draft, number, result, samples)
         print(number, flush=True)
 
