@@ -48,6 +48,8 @@ def test_no_axis_is_advised_that_the_model_does_not_allow():
     even, odd = (check_axes(asked, 8, shape)[0].fix for shape in (EVEN, demo_shape()))
     assert even == "share 8 as tensor: 4 / tensor: 2 / tensor: 1", "and 3 ranks could not share its heads on any number"
     assert odd == "start another number, such as --nproc 6 or 9; or share 8 as tensor: 1"
+    unknown = check_axes(asked, 8)[0].fix
+    assert unknown.endswith("   (where tensor divides the model's heads)"), "of a model that is not there yet"
     (fault,) = check_axes(ParallelConfig(pipeline=64, strategy="zero1"), 96, EVEN)
     assert fault.fix.startswith("share 96 as pipeline: 24 / ") and "pipeline: 48" not in fault.fix
     named = ParallelConfig(layout="fsdp2.tp4", tensor=4, strategy="fsdp")

@@ -88,6 +88,8 @@ def check_axes(parallel: ParallelConfig, world_size: int, shape: ModelShape | No
     how = f"{words} is {inner} processes" if len(used) > 1 else f"{words} takes {inner} processes"
     layouts = _nearest_layouts(used, world_size, fits)
     fixes = [f"share {world_size} as {layouts}{_schedule_too(parallel, layouts)}"] if layouts else []
+    if shape is None and "tensor: " in layouts:
+        fixes[0] += "   (where tensor divides the model's heads)"
     if fits(used) or not layouts:  # else other axes are what the model needs
         fixes.insert(0, f"start another number, such as --nproc {_nearest_multiples(world_size, inner)}")
     what = f"{how} for one copy of the model, and {world_size} are asked for, which is no multiple of it"

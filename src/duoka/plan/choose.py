@@ -33,6 +33,7 @@ from duoka.plan.offload import offload_of
 from duoka.plan.sizes import ModelShape
 from duoka.plan.strategy import choose_strategy
 from duoka.plan.task import Task
+from duoka.plan.unread_rates import unread_rates
 from duoka.units import Amount
 
 FP8_CAPABILITY = 8.9  # as in model/fp8.py; a test holds the two together
@@ -182,7 +183,7 @@ def choose_layout(
     `given` says how ranks are used, in place of the config; it may be a layout that is only planned.
     """
     reasons: dict[str, str] = {}
-    warnings: list[str] = list(machine.notes)
+    warnings: list[str] = [*machine.notes, *unread_rates(config, task.work.shape)]
     data = data_ranks(config.parallel, world_size)
     layout = Layout(
         dp=data,

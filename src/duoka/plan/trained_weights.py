@@ -54,6 +54,11 @@ def trains_head(shape: ModelShape, chosen: TrainOnlyConfig) -> bool:
     return bool(_extra_names(chosen) & (_HEAD | (_TOKENS if shape.tied else set())))
 
 
+def trains_embedding(shape: ModelShape, chosen: TrainOnlyConfig) -> bool:
+    """Under its own name, or under the head's that is tied to it."""
+    return bool(_extra_names(chosen) & (_TOKENS | (_HEAD if shape.tied else set())))
+
+
 def layers_passed(shape: ModelShape, chosen: TrainOnlyConfig) -> int:
     """How many layers the backward pass goes through: from the last one down to the first that has something to learn.
 
