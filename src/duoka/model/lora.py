@@ -71,8 +71,7 @@ def _apply_lora(
         r=lora.rank,
         lora_alpha=lora.alpha if lora.alpha != int(lora.alpha) else int(lora.alpha),  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
-        target_modules="all-linear" if lora.targets == "all" else list(lora.targets),
-        exclude_modules=_find_odd(model, lora.targets) or None,
+        target_modules=_find_targets(model, lora.targets),
         bias="none",
     )
     with warnings.catch_warnings():
@@ -249,22 +248,25 @@ def _check_targets(model: torch.nn.Module, targets: tuple[str, ...]) -> None:
         )
 
 
-def _find_odd(model: torch.nn.Module, targets: tuple[str, ...] | Literal["all"]) -> list[str]:
-    """Names of layers of the model's own code that are linear by their class only: a router that answers with what it
-    chose, a product by groups. Nothing can be added to their answers: `all` leaves them out, and their names are
-    refused."""
+def _find_targets(model: torch.nn.Module, targets: tuple[str, ...] | Literal["all"]) -> str | list[str]:
+    """What PEFT is told. Layers of the model's own code that are linear by their class only (a router that answers with
+    what it chose, a product by groups) have no answer to which an adapter's could be added: `all` names the others."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     own = {name: one for name, one in linear.items() if type(one).__module__ == type(model).__module__}
     odd = {name.rsplit(".", 1)[-1]: type(one).__name__ for name, one in own.items() if not _answers_a_row(one)}
-    named = sorted(odd.keys() & {name.rsplit(".", 1)[-1] for name in targets}) if targets != "all" else []
-    if named:
+    if targets == "all" and not odd:
+        return "all-linear"
+    if targets == "all":
+        inside = {words[-1] for words in (name.split(".") for name in linear) if any(map(str.isdecimal, words))}
+        return sorted(inside - odd.keys())
+    if named := sorted(odd.keys() & {name.rsplit(".", 1)[-1] for name in targets}):
         rest = {name.rsplit(".", 1)[-1] for name in linear} - odd.keys()
         raise ConfigError(
             f"lora.targets names {', '.join(f'{name} ({odd[name]})' for name in named)}, to whose answer no adapter's "
             "can be added",
             fix=f"choose from {', '.join(sorted(rest))}, or write targets: all",
         )
-    return sorted(odd)
+    return list(targets)
 
 
 def _answers_a_row(linear: torch.nn.Linear) -> bool:

@@ -23,7 +23,7 @@ class ExpertKeys:
     shared_gate: bool = False
     bias: bool = False  # of experts and router
     correction: bool = False  # a learned number beside each expert's score
-    adapted: Literal["all", "none"] = "all"  # of these, what PEFT puts adapters on where targets are all
+    adapted: Literal["all", "none"] = "all"  # of these and the router, what gets adapters where targets are all
     # Layers without them: by decoder_sparse_step and mlp_only_layers, the first_k_dense_replace first ones, or those
     # outside of ERNIE's moe_layer_interval, _start_index and _end_index.
     dense: Literal["none", "step", "first", "interval"] = "none"

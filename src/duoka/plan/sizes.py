@@ -150,7 +150,7 @@ class ModelShape:
         router = hidden + self.experts.num_experts
         if targets == "all":
             whole = self.experts.num_experts * (into + out) + router
-            return self.experts.num_layers * {"all": whole, "none": 0}[self.experts.adapted]
+            return self.experts.num_layers * whole if self.experts.adapted == "all" else 0
         names = {name.rsplit(".", 1)[-1] for name in targets}
         if self.experts.adapted != "all" or not names & {"gate_proj", "up_proj", "down_proj"}:
             return None
