@@ -113,6 +113,22 @@ def test_our_own_reader_finds_the_same_weights(case, tmp_path):
     assert len(back) >= 10
 
 
+def test_steps_that_the_optimizer_did_not_take_are_not_counted(case, tmp_path):
+    """Of three steps one was left out: AdamW's next one is its third, by which it weighs both moments."""
+    folder, _ = case
+    words = (f"output={tmp_path / 'run'}", "train.max_steps=3", "faults.nonfinite=skip")
+    strike = {"DUOKA_INJECT": "nan_grad step=2 rank=0"}
+    trained = run_duoka("train", folder / "run.yaml", *words, "parallel.strategy=single", env=strike)
+    assert trained.returncode == 0, trained.stderr
+    done = run_duoka("export-checkpoint", tmp_path / "run", "-o", tmp_path / "universal")
+    assert done.returncode == 0, done.stderr
+    place = tmp_path / "universal" / "global_step3" / "zero"
+    counts = [torch.load(one, weights_only=True) for one in place.glob("*/step.pt")]
+    assert len(counts) > 10 and {float(count) for count in counts} == {2.0}
+    whole = torch.load(place / "optimizer_state.pt", weights_only=True)["optimizer_state_dict"]
+    assert float(whole["state"][0]["step"]) == 2.0
+
+
 def test_what_cannot_be_exported_is_said(case, tmp_path):
     folder, _ = case
     full = run_duoka("export-checkpoint", folder / "run", "-o", folder / "universal")

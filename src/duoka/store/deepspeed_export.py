@@ -49,7 +49,7 @@ def export_universal(checkpoint: Path, folder: Path, say: Callable[[str], None] 
     with draft_of(folder) as draft:
         place = draft / f"global_step{step}"
         (place / "zero").mkdir(parents=True)
-        count, total, said = torch.tensor(float(step)), 0, time.monotonic()
+        counts, total, said = _steps_of(checkpoint, names, shapes), 0, time.monotonic()
         for number, name in enumerate(names):
             kept = [f"model.{name}", *(f"optim.{kind}.{name}" for kind in _MOMENTS)]
             parts = dict(zip(("fp32", *_MOMENTS), _read(checkpoint, {key: shapes[key] for key in kept}), strict=True))
@@ -57,12 +57,12 @@ def export_universal(checkpoint: Path, folder: Path, say: Callable[[str], None] 
             own.mkdir()
             for kind, value in parts.items():
                 torch.save({"param": value, "cat_dim": 0}, own / f"{kind}.pt")
-            torch.save(count.clone(), own / "step.pt")
+            torch.save(counts[name].clone(), own / "step.pt")
             total += parts["fp32"].numel()
             if time.monotonic() - said > _SAY_EVERY_S:
                 said = time.monotonic()
                 say(f"{number + 1:,} of {len(names):,} parameters are written")
-        _write_facts(place, checkpoint, step)
+        _write_facts(place, checkpoint, step, counts[names[0]])
         (draft / "latest_universal").write_text(place.name, encoding="utf-8")
     return Exported(step, total, len(names), f"global_step{step}")
 
@@ -86,7 +86,14 @@ def _read(checkpoint: Path, shapes: dict[str, tuple[int, ...]]) -> list[torch.Te
     return list(wanted.values())
 
 
-def _write_facts(place: Path, checkpoint: Path, step: int) -> None:
+def _steps_of(checkpoint: Path, names: list[str], shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """AdamW's own count of each parameter: without steps that were left out, with those of a stage before."""
+    kept = {f"optim.step.{name}": () for name in names if f"optim.step.{name}" in shapes}
+    found = dict(zip(kept, _read(checkpoint, dict(kept)), strict=True))
+    return {name: found.get(f"optim.step.{name}", torch.tensor(float(step_of(checkpoint)))) for name in names}
+
+
+def _write_facts(place: Path, checkpoint: Path, step: int, count: torch.Tensor) -> None:
     state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["progress"]
     # Of DeepSpeed's schedules, torch's and transformers': each looks at its own.
     schedule = {"last_batch_iteration": step - 1, "last_epoch": step, "_step_count": step + 1, "lr_lambdas": []}
@@ -100,7 +107,7 @@ def _write_facts(place: Path, checkpoint: Path, step: int) -> None:
     # A group's learning rate, betas and decay stay as the script sets them: nothing is said of them here. But stages 1
     # and 2 load no more groups than there are here, and leave the others' weights as they were without a word.
     groups: list[dict[str, Any]] = [{"params": []} for _ in range(_MOST_GROUPS)]
-    whole = {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": groups}
+    whole = {"state": {0: {"step": count.clone()}}, "param_groups": groups}
     torch.save(
         {"optimizer_state_dict": whole, "param_groups": groups, "ds_version": _VERSION},
         place / "zero" / "optimizer_state.pt",
