@@ -58,23 +58,27 @@ def read_deepspeed(folder: Path) -> Found:
             f"{place} is cut by a tensor or pipeline axis (mp_rank), which is not read here",
             fix="make it universal first: ds_to_universal --inject_missing_state, and name that folder",
         )
+    try:
+        return _read(place, models)
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise StorageError(
+            f"{place} is written otherwise than the versions of DeepSpeed that are known here: {error!r}",
+            fix="convert it with DeepSpeed's own zero_to_fp32.py --safe_serialization, and name that folder as model",
+        ) from None
+
+
+def _read(place: Path, models: list[Path]) -> Found:
     first, parts = _load(models[0]), sorted(place.glob("*_optim_states.pt"), key=_rank_of)
     step = int(first.get("global_steps", 0))
     if (place / "zero").is_dir():
         return Found(_with_others(_universal(place / "zero", first), first), "universal", step)
     if not parts:
         return Found(*_of_stage0(first), step)
-    try:
-        states = [_load(part)["optimizer_state_dict"] for part in parts]
-        _check_ranks(place, states, int(first.get("dp_world_size", len(states))))
-        stage = 3 if "fp32_flat_groups" in states[0] else 2
-        weights = _of_stage3(place, first, states, models) if stage == 3 else _of_stage2(place, first, states)
-        return Found(_with_others(weights, first), "stage 3" if stage == 3 else "stage 1 or 2", step)
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise StorageError(
-            f"{place} is written otherwise than the versions of DeepSpeed that are known here: {error!r}",
-            fix="convert it with DeepSpeed's own zero_to_fp32.py --safe_serialization, and name that folder as model",
-        ) from None
+    states = [_load(part)["optimizer_state_dict"] for part in parts]
+    _check_ranks(place, states, int(first.get("dp_world_size", len(states))))
+    stage = 3 if "fp32_flat_groups" in states[0] else 2
+    weights = _of_stage3(place, first, states, models) if stage == 3 else _of_stage2(place, first, states)
+    return Found(_with_others(weights, first), "stage 3" if stage == 3 else "stage 1 or 2", step)
 
 
 def _with_others(weights: dict[str, torch.Tensor], first: Mapping[str, Any]) -> dict[str, torch.Tensor]:
