@@ -9,6 +9,8 @@ import inspect
 import json
 import logging
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ import duoka
 from duoka import Accelerator
 from duoka.accelerator import logging as their_logging
 from duoka.accelerator import utils
+from duoka.accelerator.names.arguments import add_launchers_deepspeed
 from duoka.accelerator.names.offered import NotOffered, find
 from duoka.errors import ConfigError
 
@@ -124,6 +127,8 @@ CALLS = {
     "Accelerator(deepspeed_plugin=u.DeepSpeedPlugin(hf_ds_config={'bf16': {'enabled': True}}))": "computes in bf16",
     "Accelerator(deepspeed_plugin=u.DeepSpeedPlugin(hf_ds_config={'curriculum_learning': {}}))": "curriculum_learning",
     "Accelerator(deepspeed_plugin=u.DeepSpeedPlugin(zero_stage=2, gradient_clipping=1.0))": "clip_grad_norm_",
+    "Accelerator(deepspeed_plugin=u.DeepSpeedPlugin(hf_ds_config='no/such.json'))": "no/such.json cannot be read",
+    "Accelerator(deepspeed_plugin=u.DeepSpeedPlugin(zero_stage=3, offload_param_device='nvme'))": "host memory alone",
     "Accelerator(parallelism_config=u.ParallelismConfig())": "",
     "Accelerator(parallelism_config=u.ParallelismConfig(dp_shard_size=2, tp_size=2))": "are not split yet",
     "Accelerator(parallelism_config=u.ParallelismConfig(sp_backend='deepspeed', sp_size=2))": "are not split yet",
@@ -304,3 +309,40 @@ def test_save_pretrained_takes_what_loops_give_it(tiny_model, tmp_path):
     for folder in ("theirs", "ours"):
         again = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         assert all(torch.equal(p, q) for p, q in zip(again.parameters(), model.parameters(), strict=True))
+
+
+LAUNCHED = {"ACCELERATE_USE_DEEPSPEED": "true"}
+
+
+def launched(**env: str) -> dict[str, Any]:
+    said: dict[str, Any] = {"parallel": {}}
+    add_launchers_deepspeed(said, None, {**LAUNCHED, **{f"ACCELERATE_{name}": value for name, value in env.items()}})
+    return said
+
+
+def test_what_the_launcher_was_told_of_deepspeed_counts_as_its_plugin(tmp_path: Path) -> None:
+    """`accelerate launch --use_deepspeed` says it in these variables, and of a file its path alone."""
+    file = tmp_path / "ds.json"
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    file.write_text(json.dumps({"zero_optimization": zero, "gradient_accumulation_steps": 4}), "utf-8")
+    said = launched(DEEPSPEED_CONFIG_FILE=str(file))
+    assert said["strategy"] == "zero3" and said["gradient_accumulation_steps"] == 4
+    assert said["parallel"] == {"offload": "params"} and said["plugins"]["deepspeed_plugin"].zero_stage == 3
+    assert launched()["strategy"] == "zero2" and launched(DEEPSPEED_ZERO_STAGE="1")["strategy"] == "zero1"
+    assert launched(DEEPSPEED_ZERO_STAGE="3", DEEPSPEED_OFFLOAD_PARAM_DEVICE="cpu")["parallel"] == {"offload": "params"}
+    assert "strategy" not in launched(USE_FSDP="true")
+    for env, message in (
+        ({"GRADIENT_CLIPPING": "1.0"}, "clip_grad_norm_"),
+        ({"DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, "HostAdamW"),
+        ({"DEEPSPEED_CONFIG_FILE": str(tmp_path / "none.json")}, "cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            launched(**env)
+
+
+def test_the_script_comes_before_the_launchers_deepspeed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}', "utf-8")
+    for name, value in {**LAUNCHED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json")}.items():
+        monkeypatch.setenv(name, value)
+    assert Accelerator(strategy="zero1").parallel.strategy == "zero1"
+    assert Accelerator().parallel.strategy == "zero3"

@@ -16,7 +16,13 @@ import torch
 
 from duoka.accelerator import profiling
 from duoka.accelerator.loaders import LoaderSettings, PreparedLoader, SkippedLoader, prepare_loader
-from duoka.accelerator.names.arguments import agreed, check_asks_nothing, read_arguments, read_project
+from duoka.accelerator.names.arguments import (
+    add_launchers_deepspeed,
+    agreed,
+    check_asks_nothing,
+    read_arguments,
+    read_project,
+)
 from duoka.accelerator.names.described import Described
 from duoka.accelerator.names.newest import remember
 from duoka.accelerator.names.plugins import ProfileKwargs
@@ -72,6 +78,7 @@ class Accelerator(Stepping, Saving, Tracking, Described, Roles):
         `others` are Accelerate's: what they say is taken over, or refused by name with what to write instead.
         """
         said = read_arguments(others)
+        add_launchers_deepspeed(said, strategy or (parallel or {}).get("strategy"))
         asked = read_parallel(agreed(said, "strategy", strategy), {**said["parallel"], **(parallel or {})})
         asked, note = add_ddp_options(asked, said.get("ddp", {}))
         Tracking.__init__(self, log_with)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,6 +68,29 @@ def read_arguments(others: Mapping[str, Any]) -> dict[str, Any]:
             elif isinstance(value, (FullyShardedDataParallelPlugin, DeepSpeedPlugin, ParallelismConfig)):
                 said.setdefault("plugins", {})[name.removesuffix("s")] = value
     return said
+
+
+def add_launchers_deepspeed(
+    said: dict[str, Any], strategy: str | None = None, env: Mapping[str, str] = os.environ
+) -> None:
+    """What `accelerate launch` was told of DeepSpeed, where the script names no strategy: as its plugin would say."""
+
+    def is_on(name: str) -> bool:
+        return env.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
+
+    if strategy is not None or "strategy" in said or is_on("FSDP") or not is_on("DEEPSPEED"):
+        return
+    file = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if file.lower() == "none":
+        stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        keys = ("offload_optimizer_device", "offload_param_device")
+        given: dict[str, Any] = {key: env.get(f"ACCELERATE_DEEPSPEED_{key.upper()}", "none") for key in keys}
+        given["gradient_clipping"] = env.get("ACCELERATE_GRADIENT_CLIPPING", "none")
+        plugin = DeepSpeedPlugin(zero_stage=int(stage) if stage.isdecimal() else stage, **given)
+    else:
+        plugin = DeepSpeedPlugin(hf_ds_config=file)
+    _add(said, plugin, DeepSpeedPlugin, "deepspeed_plugin")
+    said.setdefault("plugins", {})["deepspeed_plugin"] = plugin
 
 
 def agreed(said: Mapping[str, Any], name: str, given: Any) -> Any:

@@ -229,6 +229,17 @@ class FullyShardedDataParallelPlugin(Settings):
         return {"strategy": kinds[word], "parallel": {"offload": "params"} if offloads else {}}
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    fix = "name DeepSpeed's JSON file, or give its keys as a dict"
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the DeepSpeed config {path} cannot be read: {error}", fix=fix) from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"the DeepSpeed config {path} holds no keys", fix=fix)
+    return tree
+
+
 class DeepSpeedPlugin(Settings):
     """ZeRO stages, done by duoka's own strategies."""
 
@@ -264,7 +275,7 @@ class DeepSpeedPlugin(Settings):
             self._read(self.hf_ds_config)
 
     def _read(self, config: Any) -> None:
-        tree = config if isinstance(config, Mapping) else json.loads(Path(config).read_text(encoding="utf-8"))
+        tree = config if isinstance(config, Mapping) else _read_json(Path(config))
         self.deepspeed_config = dict(tree)
         zero = tree.get("zero_optimization", {})
         self.zero_stage = zero.get("stage", 0)
@@ -292,6 +303,12 @@ class DeepSpeedPlugin(Settings):
         if self.zero_stage not in stages:
             raise ConfigError(f"zero_stage is {self.zero_stage!r}", fix="choose from 0, 1, 2, 3")
         offloads = self.offload_param_device not in (None, "none")
+        if offloads and self.offload_param_device != "cpu":
+            raise ConfigError(
+                f"offload_param_device is {self.offload_param_device!r}, and a loop of your own moves weights to host "
+                "memory alone",
+                fix='write "cpu", or train with a YAML (`duoka train`):   parallel: {offload: {params: disk}}',
+            )
         said: dict[str, Any] = {"strategy": stages[self.zero_stage]}
         said["parallel"] = {"offload": "params"} if offloads else {}
         if self.gradient_accumulation_steps:
