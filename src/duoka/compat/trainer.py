@@ -88,7 +88,7 @@ def load_scheduler(optimizer: torch.optim.Optimizer, trainer: Part, num_samples:
     A step has as many samples as the loader of `load_dataset` gives for it; without one, those of train.global_batch.
     """
     from duoka.comm.world import join_world
-    from duoka.optim.schedule import batch_factor
+    from duoka.config.rates import batch_factor
 
     config = trainer.run
     if config.train.epochs is None and not config.train.max_steps:

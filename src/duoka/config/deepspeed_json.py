@@ -7,10 +7,10 @@ always written: left out it is 1.0 in DeepSpeed, which nobody sees in a loss.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil
 from pathlib import Path
 from typing import Any
 
+from duoka.config.rates import batch_factor, warmup_steps
 from duoka.config.schema import OptimConfig, ParallelConfig, RunConfig
 from duoka.config.schema_running import DeepSpeedConfig, OffloadConfig
 from duoka.errors import Fault, Faults
@@ -123,29 +123,31 @@ def file_json(config: RunConfig, world_size: int, precision: str) -> tuple[dict[
     parallel, optim = config.parallel, config.optim
     batch, micro = _samples(config.train.global_batch), _samples(config.train.micro_batch) or 1
     steps = batch // (micro * (world_size // parallel.tensor))
-    zero = _zero(parallel, "zero3" if parallel.strategy == "hsdp" else parallel.strategy)
+    zero = _zero(parallel, parallel.strategy)
     zero.pop("compute_grad_norm", None)
     zero |= _quantized(parallel)
     if zero["stage"] == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
-    if parallel.strategy == "hsdp":
-        zero["mics_shard_size"] = parallel.shard_ranks or world_size
+    rate = optim.lr * batch_factor(optim, Amount(batch, "samples"))
     params = {
-        "lr": optim.lr, "betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay,
-        "torch_adam": True,
+        "lr": rate, "betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay,
     }  # fmt: skip
+    # A part of the state is moved for DeepSpeed's own optimizer alone, which it compiles.
+    own = parallel.offloads.share < 1
+    params |= {} if own else {"torch_adam": True}
     facts: dict[str, Any] = {
         "train_batch_size": micro * steps * world_size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps,
         "gradient_clipping": optim.clip,
         "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,
+        "zero_force_ds_cpu_optimizer": own,
         "optimizer": {"type": "AdamW", "params": params},
         "bf16": {"enabled": precision == "bf16"},
         "fp16": {"enabled": precision == "fp16"},
-        "data_types": {"grad_accum_dtype": "fp32"},
     }
+    if zero["stage"] or precision == "fp32":  # stage 0 knows no others than those of its weights
+        facts["data_types"] = {"grad_accum_dtype": "fp32"}
     if parallel.compress in ("bf16", "fp16"):
         facts["communication_data_type"] = parallel.compress
     if parallel.tensor > 1:
@@ -153,11 +155,23 @@ def file_json(config: RunConfig, world_size: int, precision: str) -> tuple[dict[
     notes = _unsaid(config)
     if config.train.max_steps is None:
         notes.append("train.max_steps is not written, so the file has no scheduler: it counts steps, not epochs")
-    elif optim.schedule == "wsd":
-        notes.append("optim.schedule is wsd, which DeepSpeed does not have: the file has no scheduler")
+    elif (why := _unscheduled(optim)) is not None:
+        notes.append(f"{why}: the file has no scheduler")
     else:
-        facts["scheduler"] = _scheduler(optim, config.train.max_steps)
+        facts["scheduler"] = _scheduler(optim, config.train.max_steps, rate)
+        notes.append("DeepSpeed asks its scheduler after each step: rates come two steps later than here, from 0 on")
     return facts, notes
+
+
+def _unscheduled(optim: OptimConfig) -> str | None:
+    """What of a schedule none of DeepSpeed's does."""
+    if optim.schedule == "wsd":
+        return "optim.schedule is wsd, which DeepSpeed does not have"
+    if optim.schedule == "linear" and optim.min_lr:
+        return f"optim.schedule is linear with min_lr {optim.min_lr:g}, and DeepSpeed's WarmupDecayLR falls to 0"
+    if isinstance(parse_warmup(optim.warmup), Amount):
+        return f"optim.warmup is {optim.warmup}, and DeepSpeed counts steps"
+    return None
 
 
 def _unsaid(config: RunConfig) -> list[str]:
@@ -177,18 +191,28 @@ def _unsaid(config: RunConfig) -> list[str]:
             f"parallel.offload has activations: {parallel.offloads.activations}, and no key of a DeepSpeed JSON moves "
             "those of a model as it is: under your script they stay where the model computes"
         )
+    own = [name for name in ("embedding_lr", "head_lr") if getattr(config.optim, name) is not None]
+    own += ["lora.b_lr_ratio"] if config.lora is not None and config.lora.b_lr_ratio != 1 else []
+    if own:
+        notes.append(f"{' and '.join(own)}: the file has one rate for all weights; others are your script's groups")
+    if parallel.reshard == "node":
+        notes.append(
+            "parallel.reshard is node, and the file does not say how many GPUs a node has: add "
+            '"zero_hpz_partition_size" to zero_optimization'
+        )
+    if parallel.offloads.share < 1:
+        notes.append("a part of the optimizer's state moves with DeepSpeed's own Adam alone, which it compiles (g++)")
     if config.train.micro_batch == "auto":
         notes.append("train.micro_batch is auto, which is 1 in this file")
     return notes
 
 
-def _scheduler(optim: OptimConfig, steps: int) -> dict[str, Any]:
-    warm = parse_warmup(optim.warmup)
-    climb = 0 if isinstance(warm, Amount) else ceil(warm * steps) if warm < 1 else int(warm)
+def _scheduler(optim: OptimConfig, steps: int, rate: float) -> dict[str, Any]:
+    climb = warmup_steps(optim, steps)
     if optim.schedule == "cosine":
         own: dict[str, Any] = {"total_num_steps": steps, "cos_min_ratio": optim.min_lr, "warmup_min_ratio": 0.0}
     else:
-        own = {"warmup_min_lr": 0.0, "warmup_max_lr": optim.lr}
+        own = {"warmup_min_lr": 0.0, "warmup_max_lr": rate}
         own |= {"total_num_steps": steps} if optim.schedule == "linear" else {}
     kind = {"cosine": "WarmupCosineLR", "linear": "WarmupDecayLR", "constant": "WarmupLR"}[optim.schedule]
     return {"type": kind, "params": {**own, "warmup_num_steps": max(1, climb), "warmup_type": "linear"}}
@@ -204,6 +228,12 @@ def _samples(size: int | str) -> int:
 
 def _unsayable(config: RunConfig, world_size: int) -> Iterator[Fault]:
     parallel = config.parallel
+    if parallel.strategy == "hsdp":
+        yield Fault(
+            "parallel.strategy is hsdp, whose counterpart (MiCS) newer versions of DeepSpeed do not have",
+            key="parallel.strategy",
+            fix="add   parallel.strategy=zero3",
+        )
     if parallel.strategy == "auto":
         yield Fault(
             "parallel.strategy is auto, and a DeepSpeed JSON names its stage",

@@ -78,9 +78,10 @@ def _build_groups(
         groups.setdefault((scale, decay, kind, lies), []).append(parameter)
     # A stage of a pipeline may train nothing, and torch wants a group.
     return [
-        {"params": members, "weight_decay": decay, "scale": scale, "kind": kind, "lr": optim.lr * scale}
+        {"params": members, "count": len(members), "weight_decay": decay, "scale": scale, "kind": kind,
+         "lr": optim.lr * scale}
         for (scale, decay, kind, _), members in (groups or {(1.0, 0.0, "adamw", None): []}).items()
-    ]
+    ]  # fmt: skip
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, optim: OptimConfig, factor: float) -> str:
@@ -88,7 +89,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, optim: OptimConfig, fac
     counts: dict[tuple[str, float], int] = {}
     for group in optimizer.param_groups:
         key = (group["kind"], optim.lr * group["scale"] * factor)
-        counts[key] = counts.get(key, 0) + len(group["params"])
+        counts[key] = counts.get(key, 0) + group["count"]  # DeepSpeed puts lines of its own in their place
     written = f" ({optim.lr:g} by lr_scaling)" if factor != 1 else ""
     written += " (AdamW fused)" if optimizer.defaults.get("fused") else ""
     if len(counts) == 1:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from duoka import __version__
 from duoka.config.derive import rules_kept
+from duoka.config.rates import batch_factor, warmup_steps
 from duoka.config.schema import LoraConfig, RunConfig
 from duoka.errors import ConfigError, typed
-from duoka.optim.schedule import batch_factor, learning_rate, lost_peak, tokens_per_step, warmup_steps
+from duoka.optim.schedule import learning_rate, lost_peak, tokens_per_step
 from duoka.plan.heap import describe_allocator
 from duoka.plan.kept import with_layout
 from duoka.plan.layout import Layout
