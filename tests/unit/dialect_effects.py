@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from duoka.config.schema_running import CompressConfig
+from duoka.config.schema_running import CompressConfig, OffloadConfig
 
 # The same for files beside the config, each at 4 ranks: dotted keys and values -> our key and its value.
 DEEPSPEED: list[tuple[str, Any, dict[str, Any], str, Any]] = [
@@ -16,6 +16,8 @@ DEEPSPEED: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("bf16.enabled", True, {}, "train.precision", "bf16"),
     ("bfloat16.enabled", True, {}, "train.precision", "bf16"),
     ("fp16.enabled", True, {}, "train.precision", "fp16"),
+    ("torch_autocast.enabled", True, {"torch_autocast.dtype": "float16"}, "train.precision", "fp16"),
+    ("torch_autocast.enabled", True, {}, "train.precision", "bf16"),
     ("zero_optimization.stage", 2, {}, "parallel.strategy", "zero2"),
     ("zero_optimization.offload_optimizer", {"device": "cpu"}, {"zero_optimization.stage": 2}, "parallel.offload",
      "optimizer"),
@@ -23,6 +25,7 @@ DEEPSPEED: list[tuple[str, Any, dict[str, Any], str, Any]] = [
      "params"),
     ("zero_optimization.cpu_offload", True, {"zero_optimization.stage": 1}, "parallel.offload", "optimizer"),
     ("zero_optimization.cpu_offload_params", True, {"zero_optimization.stage": 3}, "parallel.offload", "params"),
+    ("zero_optimization.cpu_offload_param", True, {"zero_optimization.stage": 3}, "parallel.offload", "params"),
     ("zero_optimization.zero_quantized_weights", True, {"zero_optimization.stage": 3}, "parallel.compress",
      CompressConfig(weights="int8")),
     ("zero_optimization.zero_quantized_gradients", True, {"zero_optimization.stage": 3}, "parallel.compress",
@@ -61,6 +64,12 @@ ACCELERATE: list[tuple[str, Any, dict[str, Any], str, Any]] = [
      "parallel.offload", "optimizer"),
     ("deepspeed_config.offload_param_device", "cpu", {**_DEEP, "deepspeed_config.zero_stage": 3}, "parallel.offload",
      "params"),
+    ("deepspeed_config.offload_optimizer_device", "nvme", {**_DEEP, "deepspeed_config.zero_stage": 3,
+     "deepspeed_config.offload_optimizer_nvme_path": "/fast"}, "parallel.offload",
+     OffloadConfig(optimizer="disk", folder="/fast")),
+    ("deepspeed_config.offload_param_device", "nvme", {**_DEEP, "deepspeed_config.zero_stage": 3,
+     "deepspeed_config.offload_optimizer_device": "nvme", "deepspeed_config.offload_param_nvme_path": "none"},
+     "parallel.offload.params", "disk"),
     ("deepspeed_config.deepspeed_config_file", "ds.json", _DEEP, "parallel.strategy", "zero1"),
     ("dynamo_config.dynamo_backend", "INDUCTOR", {}, "train.compile", True),
 ]  # fmt: skip
@@ -89,6 +98,7 @@ SHOWN_BY = {
     "parallel.strategy": "promises/test_any_split.py::strategy",
     "parallel.compress": "promises/test_packed_exchange.py::weights: int8, gradients: int4",
     "parallel.offload": "promises/test_any_split.py::parallel.offload",
+    "parallel.offload.params": "promises/test_offload_disk.py::params: disk, folder",
     "parallel.shard_ranks": "promises/test_sharded.py::shard_ranks",
     "parallel.reshard": "promises/test_any_split.py::reshard",
     "optim.name": "promises/test_optimizers.py::adamw",

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from duoka.cli import config as config_cli
 from duoka.config.deepspeed_json import engine_json
+from duoka.config.dialects.deepspeed import deepspeed
 from duoka.config.load import Start, load_config, read_side_file
 from duoka.config.schema_running import CompressConfig
 from duoka.errors import ConfigError, DuokaError
@@ -82,6 +83,7 @@ def test_deepspeed_takes_the_json() -> None:
         (["parallel.strategy=zero2", "parallel.offload={optimizer: host, share: 0.5}"], "share is 0.5"),
         (["parallel.strategy=zero1", "parallel.offload={optimizer: disk}"], "optimizer is disk"),
         (["parallel.strategy=ddp", "parallel.offload=optimizer"], "offloads from stage 1 on"),
+        (["parallel.strategy=hsdp"], "MiCS"),
     ],
 )
 def test_what_the_json_cannot_say_is_refused(words: list[str], told: str) -> None:
@@ -216,3 +218,114 @@ def test_activations_elsewhere_are_not_left_out_without_a_word() -> None:
     lines = "parallel: {strategy: zero2, offload: {optimizer: host, activations: host}}\ntrain: {recompute: full}\n"
     assert "activations: host, and no key of a DeepSpeed JSON moves those" in convert(lines).stderr
     assert "activations" not in convert(lines.replace(", activations: host", "")).stderr
+
+
+def test_every_key_that_deepspeed_has_is_known() -> None:
+    """A file that runs there ends here at no word that "DeepSpeed has none of"."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
+    from deepspeed.runtime import precision_config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    blocks = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "bf16": precision_config.DeepSpeedBF16Config,
+        "fp16": precision_config.DeepSpeedFP16Config,
+    }
+    names = {f"{block}.{one.alias or name}" for block, own in blocks.items() for name, one in own.model_fields.items()}
+    assert not names - deepspeed().rows.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('"sequence_parallel_size": 2', "parallel: {sequence: 2}"),
+        ('"pipeline": {"stages": 2}', "parallel: {pipeline: 2}"),
+        ('"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}', "optim: {name: lamb"),
+        ('"torch_autocast": {"enabled": true, "dtype": "int8"}', "there are bfloat16 and float16"),
+        ('"gradient_allreduce_op": "sum"', "adds gradients over all target tokens"),
+    ],
+)
+def test_what_the_json_asks_for_in_vain_names_what_does_it(text: str, told: str) -> None:
+    with pytest.raises(DuokaError) as refused:
+        read('{"zero_optimization": {"stage": 1}, ' + text + "}")
+    assert told in str(refused.value)
+
+
+BATCH = '{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, '
+
+
+def test_a_batch_of_another_number_of_processes_names_that_number() -> None:
+    assert "global_batch: 16" in read(BATCH + ZERO1, nproc=2)
+    with pytest.raises(DuokaError) as refused:
+        read(BATCH + ZERO1, nproc=1)
+    said = str(refused.value)
+    assert "gradient_accumulation_steps 4 x 1 process of this start are 8" in said and "--nproc 2" in said
+    assert said.count("config error") == 1, said
+    with pytest.raises(DuokaError) as refused:
+        read(BATCH.replace("16", "20") + ZERO1, nproc=2)
+    assert "--nproc" not in str(refused.value) and "delete one of the three" in str(refused.value)
+
+
+def test_decay_that_adam_adds_to_gradients_is_refused() -> None:
+    """DeepSpeed's Adam with adam_w_mode false is torch's Adam, and its AdamW is AdamW whatever that says."""
+
+    def optimizer(kind: str, decay: float) -> str:
+        params = {"lr": 1e-4, "weight_decay": decay, "adam_w_mode": False}
+        return json.dumps({"zero_optimization": {"stage": 1}, "optimizer": {"type": kind, "params": params}})
+
+    with pytest.raises(DuokaError, match="adds that to the gradients"):
+        read(optimizer("Adam", 0.1))
+    assert "name: adamw" in read(optimizer("Adam", 0.0)) and "weight_decay: 0.1" in read(optimizer("AdamW", 0.1))
+
+
+def scheduler(*words: str):
+    """(of the file: AdamW's rate, the scheduler's settings or None; what is said)."""
+    result = convert(RUN, "parallel.strategy=zero2", *words)
+    assert result.exit_code == 0, result.exception
+    facts = json.loads(Path("ds.json").read_text("utf-8"))
+    return facts["optimizer"]["params"]["lr"], facts.get("scheduler", {}).get("params"), result.stderr
+
+
+def test_rates_of_the_json_are_those_of_the_run() -> None:
+    """24 samples a step, a rate found for 6: four times that. 0.07 of 100 steps are 7, by floats a bit more."""
+    rate, params, _ = scheduler(
+        "optim.lr_scaling=linear", "optim.lr_batch=6", "optim.schedule=constant", "optim.min_lr=0"
+    )
+    assert rate == pytest.approx(1.2e-3) and params["warmup_max_lr"] == pytest.approx(1.2e-3)
+    assert scheduler("optim.lr_scaling=sqrt", "optim.lr_batch=6")[0] == pytest.approx(6e-4)
+    assert scheduler("optim.warmup=0.07")[1]["warmup_num_steps"] == 7
+    assert scheduler("optim.warmup=7")[1]["warmup_num_steps"] == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["optim.schedule=linear"], "falls to 0: the file has no scheduler"),
+        (["optim.warmup=2M tokens"], "counts steps: the file has no scheduler"),
+        (["optim.schedule=wsd"], "wsd, which DeepSpeed does not have: the file has no scheduler"),
+    ],
+)
+def test_a_schedule_that_deepspeed_lacks_is_not_another_one(words: list[str], told: str) -> None:
+    _, params, said = scheduler(*words)
+    assert params is None and told in said
+
+
+def test_rates_of_parts_are_not_left_out_without_a_word() -> None:
+    assert (
+        "embedding_lr and head_lr: the file has one rate"
+        in scheduler("optim.embedding_lr=1e-3", "optim.head_lr=1e-4")[2]
+    )
+    assert "b_lr_ratio: the file has one rate" in scheduler("lora={b_lr_ratio: 4}")[2]
+    assert "one rate" not in scheduler()[2]
+
+
+def test_files_that_deepspeed_would_end_at_are_not_written() -> None:
+    """Each of these ended deepspeed.initialize of 0.19.8: gradients of stage 0 in another type than its weights, a part
+    of the state with an optimizer of torch's."""
+    assert convert(f"{RUN}parallel: {{strategy: ddp}}\n").exit_code == 0
+    assert "data_types" not in json.loads(Path("ds.json").read_text("utf-8"))
+    result = convert(f"{RUN}parallel: {{strategy: {PARTLY}}}\n")
+    facts = json.loads(Path("ds.json").read_text("utf-8"))
+    assert "torch_adam" not in facts["optimizer"]["params"] and facts["zero_force_ds_cpu_optimizer"]
+    assert "DeepSpeed's own Adam alone" in result.stderr
+    assert "zero_hpz_partition_size" in convert(f"{RUN}parallel: {{strategy: zero3, reshard: node}}\n").stderr

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from duoka.config.dialects.all import recognize, refuse_unread_form
-from duoka.config.dialects.deepspeed import without_comments
 from duoka.config.dialects.engine import Leaf, agreeing_leaves, refusal_of, unknown_key, with_overrides
+from duoka.config.dialects.json_text import without_comments
 from duoka.config.dialects.rows import Refusal, asks_for_nothing, comma_list, is_none, is_true, number, whole
 from duoka.config.overlays import Layers, expand_env, read_layers, read_overrides, read_text, shown_path
 from duoka.config.paths import is_folder, is_there

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from duoka.config.dialects.all import dialects, recognize, refuse_unread_form, speaks
-from duoka.config.dialects.deepspeed import without_comments
 from duoka.config.dialects.engine import is_default, translate, with_overrides
+from duoka.config.dialects.json_text import without_comments
 from duoka.config.dialects.rows import Dialect, Start
 from duoka.config.paths import given_path, is_file, is_folder
 from duoka.config.schema import NAMED_BLOCKS

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from duoka.config.dialects.deepspeed import read_stage
+from duoka.config.dialects.deepspeed import read_stage, to_disk
 from duoka.config.dialects.rows import (
     WHOLE_AT_THE_END,
     Answer,
@@ -90,13 +90,23 @@ def _zero(value: Any, asked: Asked) -> Any:
     return "ddp" if stage == 0 else f"zero{stage}"
 
 
+def _place(asked: Asked, what: str) -> dict[str, Any]:
+    """As DeepSpeed's own JSON says it."""
+    path = asked.get(f"{_DEEP}offload_{what}_nvme_path")
+    device = str(asked.get(f"{_DEEP}offload_{what}_device", "none")).lower()
+    return {"device": device, "nvme_path": None if is_none(path) else path}
+
+
 def _offload(what: str) -> Any:
     def convert(value: Any, asked: Asked) -> Any:
         where = str(value).lower()
         if where in ("none", "false", "no"):
             return Answer()
-        if where != "cpu":
-            raise Refusal(f"offloading to {value} is not there yet", "host memory is:   cpu")
+        if where not in ("cpu", "nvme"):
+            raise Refusal(f"offloading to {value} is not known", "host memory is:   cpu   and a disk:   nvme")
+        other = "param" if what == "optimizer" else "optimizer"
+        if "nvme" in (where, str(asked.get(f"{_DEEP}offload_{other}_device")).lower()):
+            return to_disk(f"{_DEEP}offload_{what}_device", _place(asked, "optimizer"), _place(asked, "param"))
         if what == "optimizer" and str(asked.get(f"{_DEEP}offload_param_device")).lower() == "cpu":
             return Answer()  # weights in host memory take the optimizer's state along
         return Answer({"parallel.offload": what})
@@ -123,8 +133,8 @@ def _rows() -> list[Row]:
         *switch(f"{fsdp}fsdp_offload_params", "parallel.offload", only_if_on("parallel.offload", "params")),
         *implemented(f"{deep}zero_stage", "parallel.strategy", _zero),
         *implemented(f"{deep}gradient_clipping", "optim.clip", lambda v, a: Answer() if v == "auto" else v),
-        *implemented(f"{deep}offload_optimizer_device", "parallel.offload", _offload("optimizer"), "cpu or none"),
-        *implemented(f"{deep}offload_param_device", "parallel.offload", _offload("params"), "cpu or none"),
+        *implemented(f"{deep}offload_optimizer_device", "parallel.offload", _offload("optimizer"), "cpu, nvme or none"),
+        *implemented(f"{deep}offload_param_device", "parallel.offload", _offload("params"), "cpu, nvme or none"),
         *implemented("dynamo_config.dynamo_backend", "train.compile", _compile),
         *reported("how layers are compiled is torch's default", "dynamo_config.dynamo_mode",
                   "dynamo_config.dynamo_use_dynamic", "dynamo_config.dynamo_use_fullgraph",
@@ -139,7 +149,8 @@ def _rows() -> list[Row]:
                       "fsdp_state_dict_type",
                       "fsdp_sync_module_states", "fsdp_transformer_layer_cls_to_wrap", "fsdp_use_orig_params",
                       "fsdp_version", "fsdp_activation_checkpointing_offload")),
-                  f"{deep}zero3_init_flag", f"{deep}deepspeed_moe_layer_cls_names",
+                  f"{deep}zero3_init_flag", f"{deep}deepspeed_moe_layer_cls_names"),
+        *reported("with nvme: parallel.offload.folder",
                   f"{deep}offload_optimizer_nvme_path", f"{deep}offload_param_nvme_path"),
         *reported(WHOLE_AT_THE_END, f"{deep}zero3_save_16bit_model"),
         *reported("of the start: duoka train --nproc N --port P on each node", "machine_rank", "num_machines",

@@ -5,11 +5,19 @@ A file on its own, or what `deepspeed:` of another file points to. "auto" means 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from duoka.config.dialects.deepspeed_batch import (
+    MICRO,
+    STEPS,
+    TENSOR,
+    read_batch,
+    read_micro_batch,
+    read_steps,
+    read_tensor,
+)
 from duoka.config.dialects.rows import (
     WHOLE_AT_THE_END,
     Answer,
@@ -18,7 +26,6 @@ from duoka.config.dialects.rows import (
     Refusal,
     Row,
     asks_for_nothing,
-    batch_answer,
     implemented,
     is_true,
     number,
@@ -32,7 +39,6 @@ from duoka.config.dialects.rows import (
 )
 from duoka.config.schema_running import DeepSpeedConfig
 
-_MICRO, _STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 # Where a state lies decides; how it gets there and back is duoka's own.
 _OFFLOAD_PARTS = (
     "device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory", "pipeline", "pipeline_read",
@@ -40,7 +46,6 @@ _OFFLOAD_PARTS = (
 )  # fmt: skip
 _OPTIMIZER = "optimizer.params."
 _ZERO = "zero_optimization."
-_TENSOR = "tensor_parallel.autotp_size"
 
 
 def _auto(convert: Any = None) -> Any:
@@ -52,28 +57,6 @@ def _auto(convert: Any = None) -> Any:
         return convert(value, asked) if convert else value
 
     return run
-
-
-def _micro(asked: Asked) -> int | None:
-    for name in (_MICRO, "per_device_train_batch_size"):
-        value = asked.get(name, "auto")
-        if value != "auto":
-            return whole(value, name)
-    return None
-
-
-def _accumulation(value: Any, asked: Asked) -> Any:
-    micro = _micro(asked)
-    if micro is None:
-        return Answer(note=f"of no use without {_MICRO}: duoka accumulates as train.global_batch asks for")
-    steps = asked.get(_STEPS, 1)
-    return batch_answer(micro, 1 if steps == "auto" else steps, asked, (_MICRO, _STEPS), _tensor_ranks(asked))
-
-
-def _micro_batch(value: Any, asked: Asked) -> Any:
-    if asked.get("train_batch_size", "auto") != "auto" and asked.get(_STEPS, "auto") == "auto":
-        return Answer({"train.micro_batch": whole(value, _MICRO)})
-    return _accumulation(value, asked)
 
 
 def _enabled(precision: str) -> Any:
@@ -128,7 +111,8 @@ def _offload(name: str, what: str) -> Any:
             )
         other = f"{_ZERO}offload_{'param' if what == 'optimizer' else 'optimizer'}"
         if "nvme" in (where, _device(asked.get(other))):
-            return _to_disk(name, what, value, asked.get(other))
+            places = value, asked.get(other)
+            return to_disk(name, *(places if what == "optimizer" else places[::-1]))
         if what == "optimizer" and _device(asked.get(other)) == "cpu":
             return Answer()
         ratio = value.get("ratio") if isinstance(value, dict) else None
@@ -139,9 +123,8 @@ def _offload(name: str, what: str) -> Any:
     return convert
 
 
-def _to_disk(name: str, what: str, value: Any, other: Any) -> Answer:
+def to_disk(name: str, optimizer: Any, params: Any) -> Answer:
     """A block for both keys, of which at least one is on a disk; each of them gives the same."""
-    optimizer, params = (value, other) if what == "optimizer" else (other, value)
     if _device(params) == "nvme" and _device(optimizer) == "cpu":
         raise Refusal(
             "offload_param to nvme with offload_optimizer to cpu: what is larger and needed less often goes first",
@@ -168,45 +151,46 @@ def _copy_in_node(value: Any, asked: Asked) -> Answer:
     return Answer({"parallel.reshard": "node"}, words) if size > 1 else Answer()
 
 
-def _tensor(value: Any, asked: Asked) -> Any:
-    size = _tensor_ranks(asked)
-    if size > 1 and asked.get("per_device_train_batch_size") is not None:
-        raise Refusal(
-            f"{_TENSOR} is {size} beside a batch per device, of which not every device has one of its own then",
-            "delete it, and write duoka's own   parallel: {tensor: 2}   with   train.global_batch",
-            _TENSOR,
-        )
-    return size if size > 1 else Answer()
-
-
-def _tensor_ranks(asked: Asked) -> int:
-    return max(1, whole(asked.get(_TENSOR, 1), _TENSOR, least=0))
-
-
-def _batch(value: Any, asked: Asked) -> Any:
-    """DeepSpeed counts a sample once for each rank that shares it."""
-    size, ranks = whole(value, "train_batch_size"), _tensor_ranks(asked)
-    if size % ranks:
-        raise Refusal(
-            f"train_batch_size is {size}, which counts each sample once for each of the {ranks} ranks of "
-            f"{_TENSOR}: no multiple of it",
-            f'write:   "train_batch_size": {-(-size // ranks) * ranks}',
-            "train_batch_size",
-        )
-    note = f"{size} counts every sample once for each of the {ranks} ranks that share a matrix"
-    return size if ranks == 1 else Answer({"train.global_batch": size // ranks}, note)
-
-
 def _device(value: Any) -> str:
     """`{"device": "cpu"}`, a bare word, or the older switch true."""
     device = value.get("device", "none") if isinstance(value, dict) else value
     return "cpu" if is_true(device) else "none" if asks_for_nothing(device, ()) else str(device).strip().lower()
 
 
+def _check_decay(asked: Asked) -> None:
+    """Of type Adam alone: AdamW is AdamW there, whatever its adam_w_mode says."""
+    name = f"{_OPTIMIZER}adam_w_mode"
+    decay = asked.get(f"{_OPTIMIZER}weight_decay", 0)
+    decay = asked.get("weight_decay", 0) if decay == "auto" else decay
+    if asks_for_nothing(asked.get(name, True), ()) and number(decay, "weight_decay"):
+        raise Refusal(
+            f"{name} is false and weight_decay is {decay}: Adam adds that to the gradients, and duoka's AdamW takes it "
+            "off the weights",
+            'write:   "adam_w_mode": true   or   "weight_decay": 0',
+            name,
+        )
+
+
 def _optimizer(value: Any, asked: Asked) -> Any:
-    if str(value).lower() in ("adam", "adamw"):
+    own = str(value).lower()
+    if own == "adam":
+        _check_decay(asked)
+    if own in ("adam", "adamw"):
         return "adamw"
+    if own in ("lamb", "muon"):
+        what = f"the optimizer {value} has settings of DeepSpeed's own, and duoka's {own} has others"
+        raise Refusal(what, f"delete the block optimizer, and write in the YAML   optim: {{name: {own}, lr: ...}}")
     raise Refusal(f"the optimizer {value} is not there yet", 'write:   "type": "AdamW"')
+
+
+def _autocast(value: Any, asked: Asked) -> Any:
+    if not value:
+        return Answer()
+    kinds = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
+    kind = str(asked.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
+    if kind not in kinds:
+        raise Refusal(f"torch_autocast.dtype is {kind}; there are bfloat16 and float16", 'write:   "dtype": "bfloat16"')
+    return _enabled(kinds[kind])(True, asked)
 
 
 def _scheduler(value: Any, asked: Asked) -> Any:
@@ -247,13 +231,18 @@ def _switch_rows() -> list[Row]:
               _own_switch(name)) for name in DeepSpeedConfig.model_fields),
         *reported(_BUNDLES, *(f"{_ZERO}{name}" for name in (
             "allgather_partitions", "reduce_scatter", "contiguous_gradients", "round_robin_gradients",
-            "ignore_unused_parameters", "load_from_fp32_weights", "memory_efficient_linear"))),
+            "ignore_unused_parameters", "load_from_fp32_weights", "memory_efficient_linear",
+            "use_multi_rank_bucket_allreduce", "compute_grad_norm", "elastic_checkpoint", "legacy_stage1",
+            "cpu_offload_use_pin_memory", "stage3_model_persistence_threshold", "parameter_alignment",
+            "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params", "leaf_module",
+            "stage3_allgather_sequential", "pipeline_loading_checkpoint", "override_module_apply",
+            "log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory"))),
     ]  # fmt: skip
 
 
 def _tensor_rows() -> list[Row]:
     return [
-        *implemented(_TENSOR, "parallel.tensor", _tensor, "with engine deepspeed by DeepSpeed's "
+        *implemented(TENSOR, "parallel.tensor", read_tensor, "with engine deepspeed by DeepSpeed's "
                      "AutoTP; else duoka's own axis"),
         *reported("AutoTP's own: duoka's types are the run's, and sums wait for nothing", "tensor_parallel.dtype",
                   "tensor_parallel.tp_overlap_comm", "tensor_parallel.tp.tp_size", "tensor_parallel.tp.tp_grain_size"),
@@ -263,18 +252,51 @@ def _tensor_rows() -> list[Row]:
     ]  # fmt: skip
 
 
+def _precision_rows() -> list[Row]:
+    return [
+        *switch("bf16.enabled", "train.precision", _auto(_enabled("bf16"))),
+        *switch("bfloat16.enabled", "train.precision", _auto(_enabled("bf16"))),
+        *switch("fp16.enabled", "train.precision", _auto(_enabled("fp16"))),
+        *reported("duoka's own loss scale: it starts high and halves on overflow", "fp16.loss_scale",
+                  "fp16.loss_scale_window", "fp16.initial_scale_power", "fp16.hysteresis", "fp16.min_loss_scale",
+                  "fp16.auto_cast", "fp16.consecutive_hysteresis"),
+        *switch("torch_autocast.enabled", "train.precision", _auto(_autocast), "of torch_autocast.dtype"),
+        *reported("duoka's own bf16: autocast over fp32 weights, gradients in fp32, and no step that is not "
+                  "finite", "torch_autocast.dtype", "torch_autocast.lower_precision_safe_modules",
+                  "bf16.immediate_grad_update", "bf16.check_grad_overflow"),
+        *refused("weights, gradients and moments stay in fp32 under DeepSpeed's JSON; in 8 bytes a parameter natively: "
+                 "train: {weights: bf16}", *(f"{block}.{name}" for block, name in (
+                     ("bf16", "bf16_master_weights_and_grads"), ("bf16", "bf16_optimizer_states"),
+                     ("fp16", "fp16_master_weights_and_grads")))),
+    ]  # fmt: skip
+
+
+def _refused_rows() -> list[Row]:
+    zero = _ZERO
+    return [
+        *refused("this axis is duoka's own, and written in the YAML:   parallel: {sequence: 2}   with engine native",
+                 "sequence_parallel_size", off=(1,)),
+        *refused("this axis is duoka's own, and written in the YAML:   parallel: {pipeline: 2}   with engine native",
+                 "pipeline", off=(1,)),
+        *refused("it would change the result, and duoka has nothing like it", "compression_training",
+                 "data_efficiency", "curriculum_learning", "progressive_layer_drop", "sparse_attention", "amp",
+                 "hybrid_engine", "weight_quantization", "expert_parallel", f"{zero}zenflow",
+                 f"{zero}zero_quantized_nontrainable_weights"),
+        *refused("duoka adds gradients over all target tokens of a step", "gradient_allreduce_op", off=("mean",)),
+        *refused("what elastic batches may be is train.global_batch's business", "elasticity"),
+    ]  # fmt: skip
+
+
 def deepspeed_rows() -> list[Row]:
     zero = _ZERO
     return [
         *implemented("engine", "parallel.engine", _engine, "deepspeed: DeepSpeed itself does what the rest says; left "
                      "out: duoka's own layout of that kind"),
-        *implemented("train_batch_size", "train.global_batch", _auto(_batch)),
-        *implemented(_MICRO, "train.micro_batch", _auto(_micro_batch)),
-        *implemented(_STEPS, "train.global_batch", _auto(_accumulation)),
+        *implemented("train_batch_size", "train.global_batch", _auto(read_batch)),
+        *implemented(MICRO, "train.micro_batch", _auto(read_micro_batch)),
+        *implemented(STEPS, "train.global_batch", _auto(read_steps)),
         *implemented("gradient_clipping", "optim.clip", _auto()),
-        *switch("bf16.enabled", "train.precision", _auto(_enabled("bf16"))),
-        *switch("bfloat16.enabled", "train.precision", _auto(_enabled("bf16"))),
-        *switch("fp16.enabled", "train.precision", _auto(_enabled("fp16"))),
+        *_precision_rows(),
         *implemented(f"{zero}stage", "parallel.strategy", _auto(_stage), "0 is ddp; what duoka lacks is refused"),
         Row(f"{zero}offload_optimizer", "implemented", "parallel.offload", "cpu, nvme or none",
             _offload("offload_optimizer", "optimizer"), parts=_OFFLOAD_PARTS),
@@ -283,6 +305,8 @@ def deepspeed_rows() -> list[Row]:
         *switch(f"{zero}cpu_offload", "parallel.offload", _offload("cpu_offload", "optimizer"),
                      "the older switch"),
         *switch(f"{zero}cpu_offload_params", "parallel.offload", _offload("cpu_offload_params", "params"),
+                     "the older switch"),
+        *switch(f"{zero}cpu_offload_param", "parallel.offload", _offload("cpu_offload_param", "params"),
                      "the older switch"),
         *implemented(f"{zero}mics_shard_size", "parallel.shard_ranks", lambda value, asked: Answer(),
                      "with stage 3: hsdp, whose groups have so many ranks"),
@@ -299,9 +323,6 @@ def deepspeed_rows() -> list[Row]:
         *reported("the schedule climbs from 0, to the run's own end", "scheduler.params.warmup_min_lr",
                   "scheduler.params.warmup_min_ratio",
                   "scheduler.params.total_num_steps", "scheduler.params.warmup_type"),
-        *reported("duoka's own loss scale: it starts high and halves on overflow", "fp16.loss_scale",
-                  "fp16.loss_scale_window", "fp16.initial_scale_power", "fp16.hysteresis", "fp16.min_loss_scale",
-                  "fp16.auto_cast"),
         *_switch_rows(),
         *reported(WHOLE_AT_THE_END, *(f"{zero}{name}" for name in (
             "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"))),
@@ -310,25 +331,24 @@ def deepspeed_rows() -> list[Row]:
                   "tensorboard", "wandb", "csv_monitor", "flops_profiler", "dump_state", "communication_data_type",
                   "prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "data_types", "aio",
                   "checkpoint", "activation_checkpointing", "optimizer.params.torch_adam",
-                  "optimizer.params.adam_w_mode", "_comment"),
+                  "optimizer.params.fp32_optimizer_states", "disable_allgather", "compile",
+                  "seq_parallel_communication_data_type", "memory_breakdown", "log_level", "timers", "autotuning",
+                  "nebula", "datastates_ckpt", "disable_python_gc", "dataloader_drop_last",
+                  "use_data_before_expert_parallelism", "optimizer.params.adam_w_mode", "_comment"),
         *_tensor_rows(),
-        *refused("parallelism over dimensions is not there yet", "pipeline", "sequence_parallel_size", off=(1,)),
-        *refused("it would change the result, and duoka has nothing like it", "compression_training",
-                 "data_efficiency", "curriculum_learning", "progressive_layer_drop", "sparse_attention", "amp",
-                 "hybrid_engine"),
         *switch(f"{zero}zero_quantized_weights", "parallel.compress", _quantized, "qwZ: weights in 8 bits"),
         *switch(f"{zero}zero_quantized_gradients", "parallel.compress", _quantized, "qgZ: gradients in 4 bits"),
         *implemented(f"{zero}zero_hpz_partition_size", "parallel.reshard", _copy_in_node, "hpZ: of a node's processes"),
         *reported("weights are gathered over all ranks of a group; hsdp keeps groups inside a node",
                   f"{zero}mics_hierarchical_params_gather"),
-        *refused("what elastic batches may be is train.global_batch's business", "elasticity"),
+        *_refused_rows(),
     ]  # fmt: skip
 
 
 def _fits(top: Mapping[str, Any]) -> bool:
     return (
         "zero_optimization" in top
-        or _MICRO in top
+        or MICRO in top
         or any(isinstance(top.get(name), dict) and "enabled" in top[name] for name in ("bf16", "fp16"))
     )
 
@@ -336,16 +356,3 @@ def _fits(top: Mapping[str, Any]) -> bool:
 @cache
 def deepspeed() -> Dialect:
     return Dialect("deepspeed", "DeepSpeed", table(deepspeed_rows()), _fits, is_whole=False)
-
-
-_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/|(?<=[\s,{\[])#[^\n]*', re.DOTALL)
-
-
-def without_comments(text: str) -> str:
-    """JSON as people write it for DeepSpeed: comments become spaces, tabs too, and every line keeps its number."""
-
-    def blank(found: re.Match[str]) -> str:
-        word = found.group()
-        return word if word.startswith('"') else re.sub(r"[^\n]", " ", word)
-
-    return _COMMENT.sub(blank, text).replace("\t", " ")
