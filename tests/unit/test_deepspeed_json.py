@@ -329,3 +329,9 @@ def test_files_that_deepspeed_would_end_at_are_not_written() -> None:
     assert "torch_adam" not in facts["optimizer"]["params"] and facts["zero_force_ds_cpu_optimizer"]
     assert "DeepSpeed's own Adam alone" in result.stderr
     assert "zero_hpz_partition_size" in convert(f"{RUN}parallel: {{strategy: zero3, reshard: node}}\n").stderr
+
+
+@pytest.mark.parametrize("size", ["auto", "2048 tokens"])
+def test_a_micro_batch_that_is_no_number_of_samples_is_said(size: str) -> None:
+    said = convert(RUN, "parallel.strategy=zero2", f"train.micro_batch={size}").stderr
+    assert f"train.micro_batch is {size}, which is 1" in said

@@ -159,7 +159,7 @@ def file_json(config: RunConfig, world_size: int, precision: str) -> tuple[dict[
         notes.append(f"{why}: the file has no scheduler")
     else:
         facts["scheduler"] = _scheduler(optim, config.train.max_steps, rate)
-        notes.append("DeepSpeed asks its scheduler after each step: rates come two steps later than here, from 0 on")
+        notes.append("DeepSpeed asks its scheduler after each step: a warm-up is two steps later than here, from 0 on")
     return facts, notes
 
 
@@ -202,8 +202,10 @@ def _unsaid(config: RunConfig) -> list[str]:
         )
     if parallel.offloads.share < 1:
         notes.append("a part of the optimizer's state moves with DeepSpeed's own Adam alone, which it compiles (g++)")
-    if config.train.micro_batch == "auto":
-        notes.append("train.micro_batch is auto, which is 1 in this file")
+    if not _samples(config.train.micro_batch):
+        notes.append(
+            f"train.micro_batch is {config.train.micro_batch}, which is 1 in this file: DeepSpeed counts samples"
+        )
     return notes
 
 
