@@ -99,6 +99,20 @@ def test_an_exported_folder_holds_all_that_chatting_needs(adapter: Path, tiny_mo
     )
 
 
+def test_every_template_of_a_tokenizer_goes_with_the_weights(tmp_path: Path) -> None:
+    """As transformers writes several: the usual one beside the tokenizer, the others in a folder of their own."""
+    tokenizer = build_tiny_tokenizer()
+    templates = {"default": str(tokenizer.chat_template), "tool_use": "{{ tools }}" + str(tokenizer.chat_template)}
+    tokenizer.chat_template = templates
+    base = write_tiny_model(tmp_path / "base")
+    tokenizer.save_pretrained(base)
+    lm = load_model(ModelRequest(base, dtype=torch.float32))
+    write_result(lm, base, tmp_path / "final")
+    for folder in (base, tmp_path / "final"):
+        assert AutoTokenizer.from_pretrained(folder).chat_template == templates
+        assert load_tokenizer(folder).tool_template == templates["tool_use"]
+
+
 def test_nothing_is_overwritten(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tiny import write_tiny_model
 
-from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig
+from duoka.config.schema import DataConfig, DataSource, LoraConfig, ModelConfig, ParallelConfig, RunConfig
 from duoka.config.stages import StageConfig
 from duoka.errors import ConfigError
 from duoka.hub.base import model_fingerprint
@@ -141,13 +141,22 @@ def test_finding_and_checking_import_no_torch(tiny_model):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_quantized_model_is_refused_under_dp_only(tmp_path, tiny_model):
+def test_a_quantized_model_is_refused_under_dp_and_learns_by_adapters_alone(tmp_path, tiny_model):
     folder = tmp_path / "quantized"
     shutil.copytree(tiny_model, folder)
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(facts | {"quantization_config": {"quant_method": "gptq"}}))
-    config = config_of(str(folder))
+    whole = config_of(str(folder))
+    (fault,) = check_model(whole, tmp_path)
+    assert "came packed (gptq)" in fault.what and fault.key == "model.name" and "lora: {rank: 8}" in fault.fix
+    config = whole.model_copy(update={"lora": LoraConfig()})
     assert check_model(config, tmp_path) == []
+    for key, words in (("model.quantization", "packed (gptq) already"), ("lora.init", "takes parts out")):
+        part, _, name = key.partition(".")
+        value = {"quantization": "nf4", "init": "pissa"}[name]
+        changed = getattr(config, part).model_copy(update={name: value})
+        (fault,) = check_model(config.model_copy(update={part: changed}), tmp_path)
+        assert fault.key == key and words in fault.what
     (fault,) = check_model(config.model_copy(update={"parallel": ParallelConfig(strategy="dp")}), tmp_path)
     assert "is quantized (gptq)" in fault.what and fault.key == "parallel.strategy" and "ddp" in fault.fix
 

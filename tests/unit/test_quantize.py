@@ -179,3 +179,78 @@ def test_only_packed_models_import_the_packer(tiny_model):
         "assert 'peft.tuners.lora.bnb' in kinds, kinds\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.fixture(scope="module", params=["nf4", "fp4", "int8"])
+def came_packed(request, tmp_path_factory):
+    """A folder that transformers packed and wrote, with the plain model that it was made from."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    plain = write_tiny_model(tmp_path_factory.mktemp("plain") / "model", tied=False)
+    how = {"load_in_8bit": True} if request.param == "int8" else {
+        "load_in_4bit": True, "bnb_4bit_quant_type": request.param, "bnb_4bit_compute_dtype": torch.bfloat16
+    }  # fmt: skip
+    folder = tmp_path_factory.mktemp("packed") / "model"
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=BitsAndBytesConfig(**how)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(plain).save_pretrained(folder)
+    return folder, plain, request.param
+
+
+def unpacked_by_hand(plain, kind):
+    """The values that packing leaves: of 4 bits by the packer, of 8 by rows, 127 to the largest of each."""
+    if kind != "int8":
+        packing = Quantization(kind, double=False, unpacked=True)
+        return load_model(ModelRequest(plain, dtype=torch.float32, packing=packing)).state_dict()
+    state = load_model(ModelRequest(plain, dtype=torch.float32)).state_dict()
+    for name, weight in state.items():
+        if "proj" in name:
+            row = weight.half().float().abs().amax(1, keepdim=True)
+            state[name] = (weight.half().float() * 127 / row).round() * row / 127
+    return state
+
+
+def test_an_adapter_on_a_base_that_came_packed_is_merged_into_plain_weights(came_packed, tmp_path, capsys):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    folder, plain, kind = came_packed
+    lm = load_model(ModelRequest(folder, dtype=torch.float32, lora=LoraConfig(rank=4, targets=("q_proj", "up_proj"))))
+    torch.manual_seed(1)
+    for name, parameter in lm.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    lm.save_pretrained(tmp_path / "adapter")
+    facts = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    facts["base_model_name_or_path"] = str(folder)
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(facts))
+    assert duoka(["export", str(tmp_path / "adapter"), "-o", str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["max_difference"] < 1e-4
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    below = AutoModelForCausalLM.from_pretrained(plain)
+    below.load_state_dict(unpacked_by_hand(plain, kind))
+    wanted = peft.PeftModel.from_pretrained(below, tmp_path / "adapter").merge_and_unload().state_dict()
+    got = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        near = 1e-6 if kind != "int8" else 2 * value.abs().max().item() / 127 if "proj" in name else 0.0
+        assert (got[name] - value).abs().max() <= near, name
+        assert (got[name] - value).abs().mean() <= near / 100, name
+
+
+def test_a_base_that_came_packed_computes_in_the_type_asked_for_and_learns_after_an_evaluation(came_packed):
+    folder, plain, kind = came_packed
+    if kind == "int8":
+        pytest.skip("eight bits are computed by the packer's own products")
+    lora = LoraConfig(rank=2, dropout=0.0)
+    lm = load_model(ModelRequest(folder, dtype=torch.float32, lora=lora, attention="sdpa"))
+    ids = torch.arange(3, 40)[None]
+    before = gradients_of(lm, ids)
+    with torch.no_grad():
+        lm.eval()(input_ids=ids)
+    after = gradients_of(lm, ids)
+    below = load_model(ModelRequest(plain, dtype=torch.float32, attention="sdpa"))
+    below.load_state_dict(unpacked_by_hand(plain, kind))
+    with torch.no_grad():
+        wanted = below.eval()(input_ids=ids).logits
+        assert (lm.eval()(input_ids=ids).logits - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    assert all(before[name].equal(after[name]) for name in before)

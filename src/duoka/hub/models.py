@@ -19,17 +19,19 @@ from urllib.request import getproxies
 
 from duoka.config.adapters import check_adapters
 from duoka.config.paths import given_path, is_folder, is_there
-from duoka.config.schema import ModelConfig, ParallelConfig, RunConfig
+from duoka.config.schema import ModelConfig, RunConfig
 from duoka.errors import ConfigError, Fault
 from duoka.hub.adapter_files import check_fit
 from duoka.hub.demo_model import INSTALL, convert_demo_model, missing_packages
-from duoka.hub.new_model import TOKENIZER_FILES, new_model_folder, scratch_folder
+from duoka.hub.new_model import MORE_TEMPLATES, TOKENIZER_FILES, new_model_folder, scratch_folder
+from duoka.hub.weight_files import find_damage
 from duoka.runs.cache import cache_folder
 from duoka.runs.folder import read_json
 
 DEMO = "demo"
 SCORES_ANSWERS = "ForSequenceClassification"  # how transformers calls architectures of reward models
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+_PACKED = ("bitsandbytes", "gptq", "awq")  # transformers keeps such weights packed, and others can be laid out
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -81,12 +83,16 @@ def check_model(config: RunConfig, base: Path) -> list[Fault]:
     if source.hub_id is not None:
         cached = _cached_hub_folder(source.hub_id, config.model.revision, partial(_is_whole, config.model))
         if cached is not None:
-            return _check_says_words(config, cached) or check_fit(config.lora, base, cached)
+            return _check_local(config, base, cached)
         return _check_hub("model.name", source.hub_id, _WRITE) or check_adapters(config, base)
     if source.folder is None:
         return []
-    faults = _check_folder(source.folder, config.model) or _check_dp(config.parallel, source.folder)
-    return faults or _check_says_words(config, source.folder) or check_fit(config.lora, base, source.folder)
+    return _check_folder(source.folder, config.model) or _check_local(config, base, source.folder)
+
+
+def _check_local(config: RunConfig, base: Path, folder: Path) -> list[Fault]:
+    faults = _check_packed(config, folder) or _check_says_words(config, folder)
+    return faults or check_fit(config.lora, base, folder)
 
 
 def gives_scores(folder: Path) -> bool:
@@ -146,15 +152,31 @@ def _has_tokenizer(folder: Path) -> bool:
     return (folder / "tokenizer.json").is_file()
 
 
-def _check_dp(parallel: ParallelConfig, folder: Path) -> list[Fault]:
-    """DataParallel copies the weights to each GPU anew, which packed low-bit weights do not survive."""
-    facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if parallel.strategy != "dp" or "quantization_config" not in facts:
+def _check_packed(config: RunConfig, folder: Path) -> list[Fault]:
+    """What weights that came with few bits do not survive: DataParallel, which copies them to each GPU anew, and being
+    trained or packed once more."""
+    how = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    if how is None or config.model.from_scratch:
         return []
-    how = facts["quantization_config"]
     method = how.get("quant_method", "low-bit") if isinstance(how, dict) else "low-bit"
-    what = f"parallel.strategy is dp, and {str(folder)!r} is quantized ({method}): its weights cannot be copied by dp"
-    return [Fault(what, key="parallel.strategy", fix="write:   strategy: ddp   (one process per GPU)")]
+    name, lora = str(folder), config.lora
+    if config.parallel.strategy == "dp":
+        what = f"parallel.strategy is dp, and {name!r} is quantized ({method}): its weights cannot be copied by dp"
+        return [Fault(what, key="parallel.strategy", fix="write:   strategy: ddp   (one process per GPU)")]
+    if method not in _PACKED:
+        return []
+    came = f"the weights of {name!r} came packed ({method})"
+    if lora is None:
+        what = f"{came}: they cannot be trained, and there is no lora block"
+        fix = "write for example:   lora: {rank: 8}   or name the model that was packed"
+        return [Fault(what, key="model.name", fix=fix)]
+    if config.model.quantization != "none":
+        what = f"model.quantization is {config.model.quantization}, and {came} already"
+        return [Fault(what, key="model.quantization", fix="delete quantization, or name the model that was packed")]
+    if lora.init != "random":
+        what = f"lora.init {lora.init} takes parts out of the weights below, and {came}"
+        return [Fault(what, key="lora.init", fix="write:   init: random   or name the model that was packed")]
+    return []
 
 
 def _is_hub_id(name: str | None) -> bool:
@@ -198,14 +220,17 @@ def _check_folder(folder: Path, model: ModelConfig) -> list[Fault]:
             "which has no weights (*.safetensors)",
             "copy the model again, with its weights; or let them be drawn:   from_scratch: true",
         )
-    has_tokenizer = any(
-        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    )
+    if not model.from_scratch and (damage := find_damage(folder)) is not None:
+        return fault(*damage)
     if model.from_scratch and model.tokenizer:
         return []
-    if not has_tokenizer:
+    if not has_tokenizer(folder):
         return fault("which has no tokenizer", "copy tokenizer.json and tokenizer_config.json beside the weights")
     return []
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
 
 def model_folder(model: ModelConfig, base: Path, say: Callable[[str], None] = lambda text: None) -> Path:
@@ -330,7 +355,7 @@ def _fetch_hub_folder(key: str, hub_id: str, model: ModelConfig, say: Callable[[
     say(f"fetching {hub_id} from the Hub")
     import huggingface_hub
 
-    revision, patterns = None, list(TOKENIZER_FILES)
+    revision, patterns = None, [*TOKENIZER_FILES, MORE_TEMPLATES]
     if key == "model.name":
         revision, patterns = model.revision, ["*.json", "*.model", "*.jinja", "*.txt"]
         patterns += [] if model.from_scratch else ["*.safetensors"]

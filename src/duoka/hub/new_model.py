@@ -25,6 +25,19 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"  # one for tools, mostly
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """The files of a folder's tokenizer and of its chat templates, as they are called there."""
+    templates = sorted(path.relative_to(folder).as_posix() for path in folder.glob(MORE_TEMPLATES))
+    return [name for name in (*TOKENIZER_FILES, *templates) if (folder / name).is_file()]
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> None:
+    for name in tokenizer_files(source):
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, target / name)
 
 
 def is_new(folder: Path) -> bool:
@@ -72,16 +85,14 @@ def _make_folder(
 ) -> Path:
     """A folder of config, tokenizer and mark in the cache, by what is in them."""
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8)
-    files = [tokenizer / file for file in TOKENIZER_FILES if (tokenizer / file).is_file()]
-    for path in files:
-        digest.update(path.name.encode() + path.read_bytes())
+    for file in tokenizer_files(tokenizer):
+        digest.update(file.encode() + (tokenizer / file).read_bytes())
     folder = cache_folder() / "models" / f"{name}-{digest.hexdigest()}"
     if is_new(folder):
         return folder
     say(f"a new model with random weights: its config is in {folder}")
     draft = Path(tempfile.mkdtemp(dir=make_folder(folder.parent), prefix=f".{folder.name}."))
-    for path in files:
-        shutil.copyfile(path, draft / path.name)
+    copy_tokenizer_files(tokenizer, draft)
     (draft / "config.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     (draft / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
     apply_umask(draft)

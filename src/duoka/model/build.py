@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,10 +39,10 @@ from duoka.model.lora import apply_lora, keep_earlier, without_packer
 from duoka.model.loss import LIKELIHOOD, Goal
 from duoka.model.own_lengths import use_own_lengths
 from duoka.model.pipeline_stages import PipelineStages
-from duoka.model.quantize import compute_in
+from duoka.model.quantize import Quantization, compute_in
 from duoka.model.random_init import random_weights
+from duoka.model.reading import read_adapted, read_model
 from duoka.model.request import ModelRequest
-from duoka.model.score_head import read_scorer
 from duoka.model.steady import Steady
 from duoka.model.wide_products import widen_products
 
@@ -85,31 +84,28 @@ def quiet_loading() -> Iterator[None]:
 
 def load_model(request: ModelRequest) -> torch.nn.Module:
     """The transformers model that is asked for, whole."""
-    folder, dtype, packing = request.folder, request.dtype, request.packing
+    folder, dtype = request.folder, request.dtype
     if request.attention == "duoka":
         register_attention()
     if dtype is torch.bfloat16:
         widen_products()
     if is_new(folder):
         return _draw_model(request)
+    packing = request.packing or Quantization.in_files(folder)
     with quiet_loading():
-        try:
-            model = read_model(
-                request,
-                dtype=dtype if packing is None else packing.dtype_to_pack_from(folder, dtype),
-                attn_implementation=request.named_attention,
-                trust_remote_code=request.trust_remote_code,
-                local_files_only=True,
-                use_safetensors=True,
-                **({} if packing is None else {"quantization_config": packing.settings(dtype)}),
-            )
-            if packing is not None:
-                compute_in(model, dtype, packing)
-            if request.has_own_experts:
-                use_own_experts(model)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ConfigError(f"the model in {folder} could not be loaded: {reason}") from error
+        model = read_model(
+            folder,
+            scores=request.scores,
+            attn_implementation=request.named_attention,
+            trust_remote_code=request.trust_remote_code,
+            local_files_only=True,
+            use_safetensors=True,
+            **({"dtype": dtype} if packing is None else packing.options(folder, dtype)),
+        )
+        if packing is not None:
+            compute_in(model, dtype, packing)
+        if request.has_own_experts:
+            use_own_experts(model)
         if request.earlier is not None:
             request.earlier.merge_into(model)
         if request.train_only is not None:
@@ -117,15 +113,6 @@ def load_model(request: ModelRequest) -> torch.nn.Module:
         if request.lora is None:
             return model
         return apply_lora(model, request.lora, request.seed, request.earlier, scores=request.scores)
-
-
-def read_model(request: ModelRequest, **options: Any) -> Any:
-    """transformers' own reading of a folder: a language model, or one with a head for scores."""
-    from transformers import AutoModelForCausalLM
-
-    if request.scores:
-        return read_scorer(request.folder, **options)
-    return AutoModelForCausalLM.from_pretrained(request.folder, **options)
 
 
 def _draw_model(request: ModelRequest) -> torch.nn.Module:
@@ -153,9 +140,7 @@ def load_adapter(base: torch.nn.Module, folder: Path, earlier: Earlier | None = 
         raise ConfigError(f"{folder} holds no adapter (adapter_model.safetensors)")
     refuse_unread(folder)
     with quiet_loading(), without_packer():
-        import peft
-
-        adapted = peft.PeftModel.from_pretrained(base, os.fspath(folder))
+        adapted = read_adapted(base, folder)
     keep_earlier(adapted, earlier, read_held(folder))
     return adapted
 

@@ -104,8 +104,7 @@ def export_model(
     probes = [torch.tensor([tokenizer.encode(text)[0]]) for text in PROBES]
     wanted = [_logits(lm, probe) for probe in probes]
     if hasattr(lm, "peft_config"):
-        untie_adapted_head(lm)
-        lm = lm.merge_and_unload(safe_merge=True)  # type: ignore[operator]
+        lm = _merge(lm)
     add_stop_token(lm, stop_id)
     with draft_of(folder) as draft:
         most = {} if shard_gb is None else {"max_shard_size": f"{shard_gb}GB"}
@@ -122,6 +121,20 @@ def export_model(
         exported = _compare(folder, dtype, wanted, got, _size_bytes(draft))
         _check_difference(exported, has_experts=any(True for _ in find_experts(written)))
     return exported
+
+
+def _merge(adapted: torch.nn.Module) -> torch.nn.Module:
+    untie_adapted_head(adapted)
+    try:
+        return adapted.merge_and_unload(safe_merge=True)  # type: ignore[operator, no-any-return]
+    except (ValueError, AttributeError, RuntimeError) as error:
+        if type(error) is RuntimeError and "merge" not in str(error):
+            raise  # memory that ran out, for one
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"PEFT does not merge this adapter into this base: {reason}",
+            fix="keep base and adapter apart: write   --adapter   to have the adapter alone",
+        ) from error
 
 
 def export_adapter(lm: torch.nn.Module, sources: Sources, base_name: str, folder: Path) -> int:

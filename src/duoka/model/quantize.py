@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,20 @@ from duoka.config.rules_model import GET_PACKER, NO_PACKER
 from duoka.config.schema import ModelConfig
 from duoka.errors import ConfigError
 from duoka.model.result import base_dtype
+from duoka.runs.folder import read_json
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """`unpacked`: with the values that packing leaves, but in plain matrices that adapters can be merged into."""
+    """`unpacked`: with the values that packing leaves, but in plain matrices that adapters can be merged into.
 
-    kind: str  # nf4 or fp4
+    `came`: the folder has its weights packed already.
+    """
+
+    kind: str  # nf4 or fp4; int8 of folders that came so
     double: bool
     unpacked: bool = False
+    came: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig | None, *, unpacked: bool = False) -> Quantization | None:
@@ -38,6 +44,25 @@ class Quantization:
         if model is None or model.quantization == "none":
             return None
         return cls(model.quantization, model.double_quantization, unpacked)
+
+    @classmethod
+    def in_files(cls, folder: Path, *, unpacked: bool = False) -> Quantization | None:
+        """How bitsandbytes packed the weights of a folder; None: it did not."""
+        how = (read_json(folder / "config.json") or {}).get("quantization_config")
+        if not isinstance(how, dict) or how.get("quant_method") != "bitsandbytes":
+            return None
+        kind = "int8" if how.get("load_in_8bit") else how.get("bnb_4bit_quant_type", "fp4")
+        return cls(kind, bool(how.get("bnb_4bit_use_double_quant")), unpacked, came=True)
+
+    def options(self, folder: Path, dtype: torch.dtype) -> dict[str, Any]:
+        """What transformers is told when it reads the folder, to compute in `dtype`."""
+        if self.came:
+            if importlib.util.find_spec("bitsandbytes") is None:
+                what = f"the weights in {folder} came packed by bitsandbytes, which is not installed here"
+                raise ConfigError(what, fix=GET_PACKER)
+            _import_packer()
+            return {"dtype": dtype}
+        return {"dtype": self.dtype_to_pack_from(folder, dtype), "quantization_config": self.settings(dtype)}
 
     def settings(self, dtype: torch.dtype) -> Any:
         """What transformers needs to pack while it loads; products are computed in `dtype`."""
@@ -150,7 +175,8 @@ def compute_in(model: torch.nn.Module, dtype: torch.dtype, packing: Quantization
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.__class__ = _exact_linear()
-            module.weight.quant_state.dtype = dtype
+            module.weight.quant_state.dtype = module.compute_dtype = dtype
+            module.compute_type_is_set = True
     model.config.dtype = dtype  # type: ignore[union-attr]
 
 
@@ -164,12 +190,16 @@ def decode_fast(model: torch.nn.Module) -> None:
 @torch.no_grad()
 def _unpack(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Plain linear layers in place of packed ones, with the weights that these compute with."""
-    from bitsandbytes.nn import Linear4bit
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
     for name, module in list(model.named_modules()):
-        if not isinstance(module, Linear4bit):
+        if isinstance(module, Linear4bit):
+            weight = read_weight(module.weight.data, module.weight.quant_state).to(dtype)
+        elif isinstance(module, Linear8bitLt):
+            codes = module.weight.data if module.weight.CB is None else module.weight.CB
+            weight = (codes.float() * (module.weight.SCB.float() / 127)[:, None]).to(dtype)
+        else:
             continue
-        weight = read_weight(module.weight.data, module.weight.quant_state).to(dtype)
         with torch.device("meta"):
             plain = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
         plain.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -181,3 +211,12 @@ def _unpack(model: torch.nn.Module, dtype: torch.dtype) -> None:
             delattr(model, attribute)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    # How the files' packed bytes became weights, which transformers would do backwards when it writes them.
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is not None:
+        kept = [one for one in conversions if not any("Deserialize" in type(op).__name__ for op in _steps(one))]
+        model._weight_conversions = kept or None  # type: ignore[assignment]
+
+
+def _steps(conversion: Any) -> Sequence[Any]:
+    return getattr(conversion, "operations", None) or ()

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from duoka.hub.base import write_base
-from duoka.hub.new_model import TOKENIZER_FILES
+from duoka.hub.new_model import copy_tokenizer_files
 from duoka.hub.saving import without_deepspeed
 from duoka.model.dtypes import stays_wide
 from duoka.model.lora import save_adapter
@@ -112,8 +112,6 @@ def base_dtype(folder: Path) -> torch.dtype:
 
 def copy_tokenizer(source: Path, target: Path, chat_template: str | None = None) -> None:
     """A model without its tokenizer and chat template is half a model; a server must format prompts as training did."""
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+    copy_tokenizer_files(source, target)
     if chat_template is not None:
         (target / "chat_template.jinja").write_text(chat_template, encoding="utf-8")

@@ -7,6 +7,7 @@ quantized weights, buffers that nobody knows how to fill) is said by returning N
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,6 +17,7 @@ from safetensors import safe_open
 
 from duoka.config.schema import LoraConfig
 from duoka.hub.new_model import is_new
+from duoka.hub.weight_files import INDEX, SINGLE
 from duoka.model.adapters import Earlier
 from duoka.model.attention import register_attention
 from duoka.model.box import Box
@@ -27,9 +29,9 @@ from duoka.model.freeze import apply_train_only
 from duoka.model.lora import adapted_modules, apply_lora, begin_adapter, is_adapter, keep_starts
 from duoka.model.pissa import PissaStarts, check_untied
 from duoka.model.random_init import RandomWeights, random_weights
+from duoka.model.reading import say_untied
 from duoka.model.request import ModelRequest
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAPPED_BYTES = 64 * 2**20  # of files, that count as this process's memory until they are let go of
 
 
@@ -49,13 +51,13 @@ class WeightSource:
 
     @classmethod
     def of(cls, folder: Path, seed: int) -> WeightSource | None:
-        if (folder / INDEX).is_file():
-            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            return cls(folder, seed, dict(index["weight_map"]))
-        if not (folder / SINGLE).is_file():
+        if (folder / SINGLE).is_file():  # where both lie there, it is this one that transformers reads
+            with safe_open(folder / SINGLE, framework="pt") as file:
+                return cls(folder, seed, dict.fromkeys(file.keys(), SINGLE))
+        if not (folder / INDEX).is_file():
             return None
-        with safe_open(folder / SINGLE, framework="pt") as file:
-            return cls(folder, seed, dict.fromkeys(file.keys(), SINGLE))
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        return cls(folder, seed, dict(index["weight_map"]))
 
     def knows(self, name: str, shape: torch.Size) -> bool:
         """True when `read` will find a tensor of this shape under the module's parameter `name`."""
@@ -66,6 +68,17 @@ class WeightSource:
             return self._shape_of(stored) == tuple(shape)
         experts = self._experts(stored, shape)
         return experts is not None and experts.fits(shape, self._shape_of)
+
+    def differ(self, name: str, other: str) -> bool:
+        """True where both are in the files, with other values."""
+        if name not in self.files or other not in self.files:
+            return False
+        shape = self._shape_of(name)
+        if self._shape_of(other) != shape:
+            return True
+        rows = max(1, _MAPPED_BYTES // max(1, 4 * math.prod(shape[1:])))
+        parts = (slice(first, first + rows) for first in range(0, shape[0], rows))
+        return any(not torch.equal(*(self._file(one).get_slice(one)[part] for one in (name, other))) for part in parts)
 
     def _shape_of(self, stored: str) -> tuple[int, ...]:
         return tuple(self._file(stored).get_slice(stored).get_shape())
@@ -154,6 +167,8 @@ def build_without_memory(request: ModelRequest) -> tuple[torch.nn.Module, Weight
         core = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=request.named_attention, trust_remote_code=trust_remote_code
         )
+    if isinstance(source, WeightSource):
+        _untie(core, source)
     if request.has_own_experts:
         use_own_experts(core)
     _widen_buffers(core, dtype)
@@ -178,6 +193,18 @@ def build_without_memory(request: ModelRequest) -> tuple[torch.nn.Module, Weight
         if known and lora is not None and lora.init == "pissa":
             source.start_with_principal_parts(lm, lora, dtype)
     return (lm, source) if known else None
+
+
+def _untie(core: Any, source: WeightSource) -> None:
+    """Weights that the config shares stay apart where the files have other values for them, as transformers has it."""
+    for name, other in list(core.all_tied_weights_keys.items()):
+        if not source.differ(name, other):
+            continue
+        path, _, last = name.rpartition(".")
+        shared = core.get_parameter(name)
+        setattr(core.get_submodule(path), last, torch.nn.Parameter(torch.empty_like(shared)))
+        del core.all_tied_weights_keys[name]
+    say_untied(core)
 
 
 def _widen_buffers(core: torch.nn.Module, dtype: torch.dtype) -> None:

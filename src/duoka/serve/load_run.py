@@ -18,7 +18,7 @@ from duoka.config.load import load_config
 from duoka.config.schema import LoraConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError, Faults, typed
 from duoka.hub.base import other_base, read_base, read_identity, refuse_other_base
-from duoka.hub.models import find_model, model_folder
+from duoka.hub.models import find_model, has_tokenizer, model_folder
 from duoka.hub.models import gives_scores as folder_gives_scores
 from duoka.runs.find import last_of_stages
 from duoka.runs.folder import RunFolder, read_json
@@ -50,7 +50,9 @@ class Trained:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The folder whose tokenizer belongs to it."""
+        """The folder whose tokenizer belongs to it: PEFT writes none beside an adapter."""
+        if self.adapter is not None and not has_tokenizer(self.adapter):
+            return self.base
         return self.adapter or self.full or self.base
 
     @property
@@ -248,8 +250,10 @@ def load_trained(
     if gives_scores(trained) != scores and not base_only:
         raise _wrong_kind(trained, scores)
     options: dict[str, Any] = {"attention": attention, "trust_remote_code": trained.trust_remote_code, "scores": scores}
-    if trained.config is not None and trained.full is None:
-        options["packing"] = Quantization.of(trained.config.model, unpacked=unpacked)
+    packing = Quantization.in_files(trained.full or trained.base, unpacked=unpacked)
+    if packing is None and trained.config is not None and trained.full is None:
+        packing = Quantization.of(trained.config.model, unpacked=unpacked)
+    options["packing"] = packing
     if base_only:
         seed = 0 if trained.config is None else trained.config.train.seed  # a new model's base is drawn from it
         lm = load_model(ModelRequest(trained.base, dtype=dtype, seed=seed, **options))
