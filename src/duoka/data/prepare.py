@@ -31,6 +31,7 @@ from duoka.data.read.records import FilePiece, find_pieces, read_piece
 from duoka.data.read.registry import MOST_FAULTS, ResolvedSet, find_sets, max_record_bytes
 from duoka.data.report import DataReport, SetReport, count_lengths, label_notes, measure_padding
 from duoka.data.set_key import key_of
+from duoka.data.tokens.rows import refuse_without_row
 from duoka.data.tokens.template import Sample
 from duoka.data.tokens.token_store import TokenPart, TokenStore, write_part
 from duoka.data.tokens.tokenize import Counts, Job, PieceResult, read_arrays, tokenize_pieces
@@ -97,6 +98,8 @@ def prepare_data(
     streamed = [found for found in sets if config.data.stream and found.split == "train"]
     kept = [found for found in sets if found not in streamed]
     prepared = [_prepare_set(found, config.data, tokenizer, say) for found in kept]
+    named = [(found.name, part) for found, (part, _) in zip(kept, prepared, strict=True)]
+    refuse_without_row(named, tokenizer, model_folder)
     reports = [report for _, report in prepared]
     parts = [(found, part) for found, (part, _) in zip(kept, prepared, strict=True)]
     notes = tuple(note for found in sets for note in found.notes)
