@@ -62,6 +62,19 @@ def test_a_missing_package_is_a_blocker(patient: Patient, monkeypatch: pytest.Mo
     assert [(one.check, one.fix) for one in bad] == [("peft", "pip install peft")]
 
 
+def test_a_version_that_duoka_was_not_made_for_is_a_warning(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip lets a later `pip install torch==...` leave the range; what then breaks names neither."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    wanted = [line.split('"')[1] for line in text.splitlines() if line.strip().startswith('"torch>=')]
+    monkeypatch.setattr(probe.metadata, "requires", lambda name: ["deepspeed>=0.19; extra == 'deepspeed'", *wanted])
+    known = dict.fromkeys(doctor.NEEDED + doctor.OPTIONAL, "1.0")
+    for version, severity in (("2.13.0+cpu", "ok"), ("2.10.1", "warn"), ("3.0.0", "warn"), ("nightly", "ok")):
+        monkeypatch.setattr(doctor, "read_versions", lambda names, one=version: known | {"torch": one})
+        found = next(one for one in doctor.check_packages(patient) if one.check == "torch")
+        assert found.severity == severity, found
+        assert severity == "ok" or (version in found.seen and found.fix == f"pip install '{wanted[0]}'")
+
+
 def test_swap_is_shown_and_is_no_help_to_a_gpu(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
     for total, wanted in ((0, False), (8 * GIB, True)):
         monkeypatch.setattr(psutil, "swap_memory", lambda total=total: SimpleNamespace(total=total, used=GIB))
@@ -179,6 +192,25 @@ def test_threads_that_fight_for_cores_are_found(
 def test_few_open_files_are_a_blocker(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
     assert only(doctor.check_open_files, patient).severity == "fail"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limits of a child are set here")
+def test_a_limit_that_ranks_raise_is_no_blocker(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS begins with 256 of unlimited; a lone process raises it as ranks do."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
+    found = only(doctor.check_open_files, patient)
+    assert found.severity == "ok" and found.seen == "4096 (256 at first; ranks raise it)"
+    monkeypatch.undo()
+    program = (
+        "import resource; from duoka.comm.world import start_world; from duoka.config.schema import ParallelConfig;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (200, 4096)); start_world(ParallelConfig());"
+        "from duoka.cluster.node_probe import look; import os;"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0]);"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (200, 4096)); print(look([], '.', '.', 'x')['nofile'])"
+    )
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    assert done.stdout.split() == ["4096", "4096"], done.stderr
 
 
 def test_a_dead_loopback_is_a_blocker(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:

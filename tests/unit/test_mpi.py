@@ -9,9 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
+from duoka.cli import cli
+from duoka.cluster.nodes import FixedNodes
+from duoka.cluster.verdict import Kind, Verdict
 from duoka.errors import ConfigError
 from duoka.process.mpi import mpi_variables
+from duoka.process.place import adopt_place, script_variables
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3",
@@ -80,3 +85,78 @@ def test_the_processes_of_a_job_find_one_port_and_other_jobs_others(tmp_path: Pa
     ports = [{place["MASTER_PORT"] for place in job} for job in jobs]
     assert [[place["RANK"] for place in job] for job in jobs] == [["0", "1"]] * 2
     assert all(len(each) == 1 for each in ports) and ports[0] != ports[1]
+
+
+def test_one_task_on_each_node_is_a_launcher_or_of_a_script_a_rank() -> None:
+    alone = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "1"}
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": "12000"}
+    command = dict(alone)
+    adopt_place(command)
+    assert {name: command[name] for name in command.keys() - alone.keys()} == {
+        "NNODES": "2", "NODE_RANK": "1", **meeting
+    }  # fmt: skip
+    assert script_variables(alone) == {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1", **meeting
+    }  # fmt: skip
+    assert script_variables({**alone, "SLURM_PTY_PORT": "1"}) == {}, "the shell of srun --pty"
+    assert script_variables({**alone, "RANK": "0"}) == {}, "a rank of torchrun's in a task"
+    assert script_variables({**OPEN_MPI, **MEETING})["RANK"] == "3"
+    assert script_variables({**alone, "RANK": "0", "WORLD_SIZE": "1"}) == {}, "who means each alone"
+
+
+def test_launch_on_each_node_of_a_slurm_step_is_one_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[FixedNodes] = []
+
+    def start(self: FixedNodes, spec: object, say: object) -> Verdict:
+        seen.append(self)
+        return Verdict(Kind.DONE)
+
+    monkeypatch.setattr(FixedNodes, "start", start)
+    monkeypatch.setattr(FixedNodes, "check", lambda self: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
+    task = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "1"}
+    launch = ["launch", "--nproc", "1", "script.py"]
+
+    def run(env: dict[str, str]) -> Result:
+        with monkeypatch.context() as patch:
+            for name in ("RANK", "WORLD_SIZE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+                patch.delenv(name, raising=False)
+            return CliRunner(env={**env, "DUOKA_ALLOW_LOOPBACK": "1"}).invoke(cli, launch, standalone_mode=False)
+
+    before = dict(os.environ)
+    try:
+        assert run(task).return_value == 0
+        assert [(one.num_machines, one.node, one.master_port) for one in seen] == [(2, 1, 12000)]
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    refused = run({**task, **OPEN_MPI})
+    assert isinstance(refused.exception, ConfigError)
+    assert "one of 4 that srun or mpirun started" in str(refused.exception)
+
+
+def test_a_script_that_mpirun_starts_is_one_world(tmp_path: Path) -> None:
+    """Each process alone would train everything, and write into the folder of the others."""
+    (tmp_path / "script.py").write_text(
+        "import torch\nfrom duoka import Accelerator\nme = Accelerator()\n"
+        "total = me.reduce(torch.tensor([me.process_index + 1.0]))\n"
+        "print(me.num_processes, me.process_index, me.is_main_process, total.item(), torch.get_num_threads())\n"
+    )
+    (tmp_path / "mpirun.py").write_text(
+        "import os, subprocess, sys\nranks = []\n"
+        "for rank in '01':\n"
+        "    names = {'OMPI_COMM_WORLD_RANK': rank, 'OMPI_COMM_WORLD_LOCAL_RANK': rank}\n"
+        "    names |= {'OMPI_COMM_WORLD_SIZE': '2', 'OMPI_COMM_WORLD_LOCAL_SIZE': '2'}\n"
+        "    ranks.append(subprocess.Popen([sys.executable, 'script.py'], env={**os.environ, **names}))\n"
+        "sys.exit(max(one.wait() for one in ranks))\n"
+    )
+    given = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    env = {name: value for name, value in os.environ.items() if name not in given and "OMPI" not in name}
+    done = subprocess.run(
+        [sys.executable, "mpirun.py"], cwd=tmp_path, capture_output=True, text=True,
+        env={**env, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert sorted(done.stdout.splitlines()) == [f"2 0 True 3.0 {threads}", f"2 1 False 3.0 {threads}"], done.stderr
+    assert done.stderr.count("note: the 2 processes that srun or mpirun started are one world") == 1

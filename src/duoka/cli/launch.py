@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -47,6 +48,8 @@ def command(output: str, grace: float, module: bool, script: str, arguments: tup
     path = Path(script)
     if not module and not path.is_file():
         raise ConfigError(f"there is no script {script}", fix="write for example: duoka launch --nproc 2 train.py")
+    if not (flags["nodes"] or flags["meet"]):
+        _find_node()
     launcher, restarts = choose_launcher(Flags(**flags))
     for note in launcher.notes:
         click.echo(f"note: {note}", err=True)
@@ -65,6 +68,21 @@ def command(output: str, grace: float, module: bool, script: str, arguments: tup
     verdict = _start(launcher, spec)
     print_verdict(verdict)
     return verdict.exit_code
+
+
+def _find_node() -> None:
+    """Of srun with one task on each node, which node this is: each would start a world of its own."""
+    from duoka.errors import ConfigError
+    from duoka.process.mpi import mpi_variables
+    from duoka.process.slurm import slurm_variables
+
+    found = mpi_variables(os.environ) or slurm_variables(os.environ)
+    if "RANK" in found:
+        raise ConfigError(
+            f"duoka launch starts processes, and this is one of {found['WORLD_SIZE']} that srun or mpirun started",
+            fix="start the script itself so:   srun python SCRIPT   or one task on each node:   --ntasks-per-node=1",
+        )
+    os.environ.update(found)
 
 
 def _start(launcher: Launcher, spec: Spec) -> Verdict:

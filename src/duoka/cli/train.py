@@ -62,13 +62,11 @@ def command(
     from duoka.cluster.nodes import Flags
     from duoka.errors import ConfigError
     from duoka.process.environ import read_rank_environment
-    from duoka.process.kubernetes import adopt_pod_place, lonely_pod
-    from duoka.process.mpi import mpi_variables
-    from duoka.process.slurm import slurm_variables, unused_nodes
+    from duoka.process.kubernetes import lonely_pod
+    from duoka.process.place import adopt_place
+    from duoka.process.slurm import unused_nodes
 
-    os.environ.update(mpi_variables(os.environ))  # first: mpirun in a Slurm job starts its helpers as a step
-    os.environ.update(slurm_variables(os.environ))
-    adopt_pod_place(os.environ)
+    adopt_place(os.environ)
     place = read_rank_environment()
     typed = HostFlags(hosts, hostfile, include, exclude)
     _refuse_contradictions(slurm, k8s, out, sweep, typed != HostFlags())

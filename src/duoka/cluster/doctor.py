@@ -23,10 +23,12 @@ from duoka.cluster.findings import Severity, Survey
 from duoka.cluster.launch import threads_per_process
 from duoka.cluster.probe import (
     count_usable_cores,
+    is_among,
     read_driver,
     read_nccl_version,
     read_torch_cuda,
     read_versions,
+    wanted_versions,
 )
 from duoka.plan.compiler import INSTALL as INSTALL_COMPILER
 from duoka.plan.compiler import SWITCH, find_compiler
@@ -97,6 +99,9 @@ def check_packages(patient: Patient) -> Iterator[Finding]:
         version = versions[name]
         if version is None:
             yield Finding("fail", name, "not installed", "installed", f"pip install {name}")
+        elif (wanted := wanted_versions(name)) and not is_among(version, wanted):
+            fix = f"pip install '{name}{wanted}'"
+            yield Finding("warn", name, f"{version}, with which duoka was not tried", wanted, fix)
         elif name == "torch" and patient.machine.notes:
             yield Finding(
                 "warn", name, f"{version}; {patient.machine.notes[0]}", "a CUDA build", "install torch for CUDA"
@@ -293,12 +298,14 @@ def check_shared_memory(patient: Patient) -> Iterator[Finding]:
 def check_open_files(patient: Patient) -> Iterator[Finding]:
     import resource
 
+    # Ranks raise the soft limit to the hard one (process/open_files.py): that one decides. macOS begins with 256.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = soft == resource.RLIM_INFINITY
-    seen = "unlimited" if unlimited else f"{soft} (at most {hard})"
-    if not unlimited and soft < 1024:
+    unlimited = hard == resource.RLIM_INFINITY
+    seen = "unlimited" if unlimited else str(hard)
+    seen += f" ({soft} at first; ranks raise it)" if soft not in (hard, resource.RLIM_INFINITY) else ""
+    if not unlimited and hard < 1024:
         yield Finding("fail", "open files", seen, "1024 or more", "ulimit -n 65536")
-    elif not unlimited and soft < 4096 and patient.machine.gpus:
+    elif not unlimited and hard < 4096 and patient.machine.gpus:
         yield Finding("warn", "open files", seen, "4096 or more", "ulimit -n 65536")
     else:
         yield Finding("ok", "open files", seen)

@@ -51,7 +51,7 @@ def look(paths: list[str], folder: str, output: str, python: str) -> dict[str, A
         "torch_cuda": torch_cuda(),
         "files": {path: fingerprint(os.path.join(folder, os.path.expanduser(path))) for path in paths},
         "folder": os.path.isdir(folder), "memory": memory(), "disk": disk(os.path.join(folder, output)),
-        "shm": free("/dev/shm"), "cores": cores(), "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "shm": free("/dev/shm"), "cores": cores(), "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         "gpus": gpus(), **devices(),
         "env": {name: masked(name, value) for name, value in os.environ.items() if ENV.match(name)},
     }  # fmt: skip

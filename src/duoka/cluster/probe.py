@@ -44,6 +44,32 @@ def read_versions(names: Sequence[str] = PACKAGES) -> dict[str, str | None]:
     return found
 
 
+def wanted_versions(name: str) -> str:
+    """The range of a package that duoka's own metadata name, such as ">=2.11,<2.15"; empty: any."""
+    try:
+        lines = metadata.requires("duoka") or []
+    except metadata.PackageNotFoundError:  # run from its sources
+        return ""
+    for line in lines:
+        found = re.fullmatch(r"([\w.-]+)\s*\(?([<>=!~][^;)]*?)\)?", line.strip())
+        if found and found[1].lower() == name.lower():
+            return ",".join(sorted((word.strip() for word in found[2].split(",")), reverse=True))
+    return ""
+
+
+def is_among(version: str, wanted: str) -> bool:
+    """Whether `version` is in a range; True where nothing can tell."""
+    try:
+        from packaging.specifiers import InvalidSpecifier, SpecifierSet
+        from packaging.version import InvalidVersion, Version
+    except ImportError:
+        return True
+    try:
+        return SpecifierSet(wanted).contains(Version(version), prereleases=True)
+    except (InvalidSpecifier, InvalidVersion):
+        return True
+
+
 def read_nccl_version() -> str:
     """Of the NCCL that was installed with torch (nvidia-nccl-cu12 and later); empty: none."""
     found = [one for one in metadata.distributions() if (one.name or "").startswith("nvidia-nccl-cu")]

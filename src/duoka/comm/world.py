@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from duoka.process.environ import LOOPBACK, RankEnvironment, read_rank_environme
 from duoka.process.interface import choose_interface
 from duoka.process.lifeline import parent_pid
 from duoka.process.open_files import is_too_many_files, raise_open_files, too_many_files
+from duoka.process.place import script_variables
 from duoka.process.rank import LOGS_FOLDER
 from duoka.runs.heart import Heart
 from duoka.torch_private import abort_groups
@@ -153,6 +155,7 @@ def check_own_gpu(world: World) -> None:
 def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
     """Join the world that the launcher described, or be a world of one; `heart` tells watchers of its progress."""
     heart = heart or Heart()
+    raise_open_files()
     place = read_rank_environment()
     set_gpu_habits(os.environ)
     device = pick_device(place.local_rank if place else 0)
@@ -174,7 +177,6 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
             fix="write strategy: auto, or start one process (--nproc 1)",
         )
     choose_interface(place)
-    raise_open_files()
     with heart.exchange("meeting of all processes"):
         try:
             store = _meeting_place(place, timeout)
@@ -258,6 +260,7 @@ def wait_for_listener(host: str, port: int, timeout: datetime.timedelta) -> None
 def join_world(parallel: ParallelConfig) -> tuple[World, bool]:
     """(the world, was it started here): for people's own scripts, which may have made the process group themselves."""
     if not dist.is_initialized():
+        _adopt_place()
         return start_world(parallel), True
     place = read_rank_environment()
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -270,6 +273,17 @@ def join_world(parallel: ParallelConfig) -> tuple[World, bool]:
         device = torch.device("cuda", chosen) if chosen else pick_device(local_rank)
         torch.cuda.set_device(device)
     return World(rank, local_rank, size, local_size, node, device, str(dist.get_backend())), False
+
+
+def _adopt_place() -> None:
+    """Of a script that mpirun or srun started: each process alone would train in the place of the others."""
+    found = script_variables(os.environ)
+    if "OMP_NUM_THREADS" in found and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(int(found["OMP_NUM_THREADS"]))  # torch has read its variable when it was imported
+    os.environ.update(found)
+    if found.get("RANK") == "0":  # Accelerate takes tasks of srun for strangers: whoever means that reads how
+        text = f"note: the {found['WORLD_SIZE']} processes that srun or mpirun started are one world"
+        print(f"{text}; each alone:   RANK=0 WORLD_SIZE=1", file=sys.stderr, flush=True)
 
 
 def compute_init(device_type: str = "auto") -> tuple[bool, int, int, int, torch.device]:

@@ -60,9 +60,9 @@ def _check_meeting(env: Mapping[str, str], size: int, local_size: int) -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if not missing:
         return
-    how = "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ... duoka train CONFIG"
+    how = "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ... COMMAND"
     if not env.get(_OPEN_MPI[0]):
-        how = "mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 ... duoka train CONFIG"
+        how = "mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 ... COMMAND"
     raise ConfigError(
         f"mpirun started {size} processes on several machines ({local_size} on this one), and {' and '.join(missing)} "
         f"{'is' if len(missing) == 1 else 'are'} not set",
