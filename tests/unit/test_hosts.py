@@ -18,9 +18,11 @@ from duoka.cluster.fleet import Fleet, fetch_logs, node_variables
 from duoka.cluster.one_voice import HOLD_S, OneVoice
 from duoka.cluster.ssh import Connection, in_folder, ssh_command, why_lost
 from duoka.config.hosts import Host, choose_hosts, parse_host, parse_hosts, read_hostfile
+from duoka.config.trackers import TRACKERS
 from duoka.errors import ConfigError
 from duoka.runs.folder import RunFolder
 
+DOCS = Path(__file__).parents[2] / "docs"
 # The last word is what sshd would hand to a shell.
 FAKE_SSH = '#!/bin/sh\nfor word; do last=$word; done\nexec sh -c "$last"\n'
 YAML = "model: {model}\ndata: {{train: [identity], max_length: 64}}\ntrain: {{precision: fp32}}\noutput: out\n"
@@ -106,6 +108,15 @@ def test_the_nodes_get_what_was_set_here_for_training_and_no_more() -> None:
         "PATH": "/bin",
     }
     assert node_variables(Host("a"), 1, env) == {"NCCL_DEBUG": "INFO", "DUOKA_CACHE": "/c", "NODE_RANK": "1"}
+
+
+@pytest.mark.parametrize("name", sorted(TRACKERS.keys() - {"tensorboard"}))
+def test_the_nodes_get_what_the_runs_tracker_reads(name: str) -> None:
+    """Without its address and key there, the numbers of a run over --hosts would stay in a file of the first node."""
+    variable = f"{name.upper()}_API_KEY"
+    assert node_variables(Host("a"), 0, {variable: "k"})[variable] == "k"
+    for page in ("cluster.md", "cluster.zh-CN.md"):
+        assert f"`{name.upper()}_*`" in (DOCS / page).read_text(encoding="utf-8")
 
 
 def test_what_all_say_is_shown_once_and_what_differs_with_its_name() -> None:

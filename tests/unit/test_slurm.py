@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from duoka.cli import cli
+from duoka.cluster import kubernetes
 from duoka.cluster.slurm import Job, read_asked, render, verdict_of_state
 from duoka.errors import ConfigError
 from duoka.process.slurm import first_node, slurm_variables, step_port, tasks_per_node, unused_nodes
@@ -213,3 +214,33 @@ def test_without_slurm_no_run_is_lost_from_the_list(queue: Path, monkeypatch: py
     monkeypatch.setenv("PATH", "/nowhere")
     assert json.loads(run_cli("runs", "--json").stdout) == []
     assert "--sweep makes a job array" in str(run_cli("train", "run.yaml", "--sweep", "train.seed=[1,2]").exception)
+
+
+@pytest.mark.parametrize(
+    ("run", "name"), [("7b-sft", "run-7b-sft"), ("我的 7B", "run-7b"), ("Qwen3_0.6B", "qwen3-0-6b")]
+)
+def test_a_runs_name_becomes_one_that_services_may_have(run: str, name: str) -> None:
+    """The API server refuses a Service whose name begins with a digit, and Kubeflow such a TrainJob."""
+    assert kubernetes.read_asked("image=a,nodes=2,volume=data:/data", run).name == name
+    with pytest.raises(ConfigError, match='name is "7b"') as caught:
+        kubernetes.read_asked("image=a,nodes=2,volume=data:/data,name=7b", run)
+    assert "a letter first" in "".join(caught.value.lines())
+
+
+def test_of_a_run_without_such_letters_a_name_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match='name is ""') as caught:
+        kubernetes.read_asked("image=a,nodes=2,volume=data:/data", "我的 运行")
+    said = "".join(caught.value.lines())
+    assert "我的 运行" in said and "name=my-run" in said
+
+
+def test_runs_of_a_sweep_over_models_stand_beside_each_other(queue: Path) -> None:
+    """The slash of Qwen/Qwen3-0.6B made a folder in a folder, where `duoka runs` finds no run."""
+    (queue / "queue").write_text("JobId=4712 ArrayJobId=4711 ArrayTaskId=0-1 JobState=PENDING ExitCode=0:0\n")
+    models = "model=[Qwen/Qwen3-0.6B,Qwen/Qwen3-1.7B]"
+    assert run_cli("train", "run.yaml", "--slurm", "nodes=1", "--sweep", models).return_value == 0
+    assert sorted(one["name"] for one in json.loads(run_cli("runs", "--json").stdout)) == [
+        "sft-model=Qwen-Qwen3-0.6B", "sft-model=Qwen-Qwen3-1.7B"
+    ]  # fmt: skip
+    dry = run_cli("train", "run.yaml", "--slurm", "nodes=1", "--sweep", "model=[a/b,a-b]", "--dry-run").stdout
+    assert "output=runs/sft-0,model=a-b" in dry and "output=runs/sft-1,model=a-b" in dry, "no folder of two runs"

@@ -69,9 +69,12 @@ def _job(slurm: str, config: str, overrides: tuple[str, ...], flags: Flags, swee
     alone = ["cluster.hosts=[]"] if loaded.config.cluster.hosts else []
     command = python_module("duoka", "train", config, *overrides, *alone, *passed)
     run = find_run_folder(loaded).path
+    swept = read_sweep(sweep) if sweep else []
+    names = [point_name(point) for point in swept]
+    if len(set(names)) < len(names):  # a/b and a-b
+        names = [f"{number},{name}" for number, name in enumerate(names)]
     points = [
-        (*point, f"output={run.with_name(f'{run.name}-{point_name(point)}')}")
-        for point in (read_sweep(sweep) if sweep else ())
+        (*point, f"output={run.with_name(f'{run.name}-{name}')}") for point, name in zip(swept, names, strict=True)
     ]
     for point in points:  # what is refused is refused now, and not in the night
         load_config(config, (*overrides, *point))

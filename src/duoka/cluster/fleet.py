@@ -40,7 +40,8 @@ from duoka.runs.folder import RunFolder
 # Of this terminal's environment, what the nodes get too. It travels inside the connection, not on a command line.
 FORWARDED = (
     "DUOKA_", "OMP_NUM_THREADS", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "HF_", "TRANSFORMERS_", "TOKENIZERS_",
-    "WANDB_", "CUDA_VISIBLE_DEVICES", "NO_COLOR", "LANG", "LC_ALL", "ATEN_", "ONEDNN_", "MKL_",
+    "WANDB_", "MLFLOW_", "SWANLAB_", "TRACKIO_", "CUDA_VISIBLE_DEVICES", "NO_COLOR", "LANG", "LC_ALL", "ATEN_",
+    "ONEDNN_", "MKL_",
 )  # fmt: skip
 NOT_FORWARDED = ("DUOKA_SSH", "DUOKA_LOGS", "DUOKA_PARENT_PID", "DUOKA_JOINS", "DUOKA_NUM_RESTARTS")
 BEAT_EVERY_S = 2.0

@@ -26,6 +26,8 @@ KEYS = (
 KINDS = ("job", "trainjob")
 CONFIG_FOLDER = "/duoka"
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+# Of Services and TrainJobs (RFC 1035): the API server refuses one that begins with a digit.
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _DOTTED = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _LONGEST_NAME = 50  # a pod's host name is NAME-node-0-INDEX, and has at most 63 letters
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
@@ -91,7 +93,7 @@ def read_asked(text: str, default_name: str) -> Asked:
             "--k8s: no volume is given: the run would be gone with its pods",
             fix=f"name a PersistentVolumeClaim that all pods can mount:   {EXAMPLE}",
         )
-    name = given.get("name") or re.sub(r"[^a-z0-9]+", "-", default_name.lower()).strip("-")[:_LONGEST_NAME].strip("-")
+    name = given.get("name") or _name_of(default_name)
     least, nodes = _read_nodes(given.get("nodes", "1"))
     kind = given.get("kind", "job")
     if kind not in KINDS:
@@ -99,8 +101,12 @@ def read_asked(text: str, default_name: str) -> Asked:
     if kind == "trainjob" and least != nodes:
         raise ConfigError("--k8s: a TrainJob has a fixed number of nodes", fix=f"write nodes={nodes}, or kind=job")
     words = {key: given.get(key, "") for key in ("namespace", "secret", "priority", "account", "pull", "queue")}
-    for key, value in {"name": name, **words}.items():
-        if value or key == "name":
+    if not _NAME.fullmatch(name):
+        whence = "" if "name" in given else f"what is left of the run folder {default_name}"
+        fix = "Kubernetes takes a-z, 0-9 and -, a letter first; write for example:   name=my-run"
+        raise ConfigError(f'--k8s: name is "{name}"', where=whence, fix=fix)
+    for key, value in words.items():
+        if value:
             _check(key, value, _DOTTED if key == "secret" else _LABEL)
     amounts = {key: _check(key, given[key], _QUANTITY) if key in given else "" for key in ("cpus", "mem")}
     if len(name) > _LONGEST_NAME:
@@ -111,6 +117,14 @@ def read_asked(text: str, default_name: str) -> Asked:
         port=_whole("port", given.get("port", "29500")), failures=_whole("failures", given.get("failures", "6")),
         shm=_check("shm", given.get("shm", "8Gi"), _QUANTITY), **words, **amounts,
     )  # fmt: skip
+
+
+def _name_of(run: str) -> str:
+    """The run folder's, as far as Kubernetes takes it: 7b-sft is run-7b-sft; of Chinese letters nothing is left."""
+    word = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
+    if word[:1].isdecimal():
+        word = f"run-{word}"
+    return word[:_LONGEST_NAME].strip("-")
 
 
 def _check(key: str, value: str, form: re.Pattern[str]) -> str:

@@ -108,5 +108,6 @@ def read_sweep(texts: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def point_name(point: Sequence[str]) -> str:
-    """`lr=1e-4,name=muon`: of each key its last word."""
-    return ",".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in (one.partition("=") for one in point))
+    """`lr=1e-4,name=muon`: of each key its last word. A model of the Hub or a path is no folder in a folder."""
+    words = (one.partition("=") for one in point)
+    return ",".join(f"{key.rpartition('.')[2]}={value.replace('/', '-')}" for key, _, value in words)
