@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlencode
 
 import pytest
@@ -108,6 +110,29 @@ def test_no_answer_lets_a_page_ask_for_anything_outside(runs, serve):
     for file in WEB.iterdir():
         found = set(re.findall(r"https?://[^\"' )]+", file.read_text(encoding="utf-8")))
         assert found <= {"http://www.w3.org/2000/svg"}, f"{file.name} names {found}"
+
+
+def test_files_of_the_future_do_not_keep_a_listed_run_young(tmp_path, monkeypatch):
+    """After a clock was set back every look of the list began at 0 s, and such a run stood on top for ever."""
+    run = write_run(tmp_path / "a", 5, total_steps=9, state="running", **leader_identity())
+    ahead = time.time() + 7200
+
+    def write(at):
+        for path in (run.events / "run.jsonl", run.progress, run.status):
+            if path.is_file():
+                os.utime(path, (at, at))
+
+    write(ahead)
+    clock = [1000.0]
+    stand_in = SimpleNamespace(time=time.time, monotonic=lambda: clock[0], thread_time=time.thread_time)
+    monkeypatch.setattr("duoka.watch.board.time", stand_in)
+    board, ages = Board(tmp_path), []
+    for seconds in (0, 900, 5):
+        clock[0] += seconds
+        if seconds == 5:
+            write(ahead + 60)
+        ages.append(board.look(Asked())["runs"][0]["age_s"])
+    assert ages == [0, 900, 0], "the last look found it written to anew"
 
 
 def test_nothing_that_a_page_says_leads_out_of_the_folder(runs, tmp_path, serve):

@@ -65,6 +65,7 @@ class Board:
         self._curves: dict[Path, _Curves] = {}
         self._heat: dict[Path, HeatMap] = {}
         self._heat_at: dict[Path, float] = {}
+        self._met: dict[Path, tuple[float, float]] = {}  # of files of the future: their time, and ours when first seen
 
     # --- which runs ---
 
@@ -109,7 +110,8 @@ class Board:
         focus = chosen.get(asked.focus) or (self.follow(there[asked.focus]) if asked.focus in there else None)
         version = ",".join(f"{name}:{_version(one)}" for name, one in chosen.items())
         version += f";{asked.focus}:{_version(focus)}" if focus else ""
-        answer: dict[str, Any] = {"runs": [_brief(name, run) for name, run in there.items()], "version": version}
+        listed = [_brief(name, run, self._age_s(run)) for name, run in there.items()]
+        answer: dict[str, Any] = {"runs": listed, "version": version}
         if version != asked.since:
             answer["series"] = {name: self._series(one, asked) for name, one in chosen.items()}
         if focus is not None:
@@ -120,6 +122,16 @@ class Board:
         cost_s = time.thread_time() - before
         answer["next_s"] = 0.0 if answer["is_behind"] else round(max(2.0, _PACE * cost_s), 2)
         return answer
+
+    def _age_s(self, run: RunFolder) -> float:
+        """Where a clock was set back: since the file was first seen here, as of a run that is followed."""
+        written = written_at(run)
+        age_s = time.time() - written
+        if age_s < 0:
+            if self._met.get(run.path, (0.0, 0.0))[0] != written:
+                self._met[run.path] = written, time.monotonic()
+            age_s = time.monotonic() - self._met[run.path][1]
+        return age_s
 
     def _series(self, followed: FollowedRun, asked: Asked) -> dict[str, Any]:
         curves = self._curves.get(followed.run.path)
@@ -243,10 +255,9 @@ class _Curves:
         }  # fmt: skip
 
 
-def _brief(name: str, run: RunFolder) -> dict[str, Any]:
+def _brief(name: str, run: RunFolder, age_s: float) -> dict[str, Any]:
     """A line of the list, from the status files alone."""
     status = read_status(run)
-    age_s = max(0.0, time.time() - written_at(run))
     if status is None:
         return {"name": name, "state": "unknown", "step": 0, "total_steps": 0, "loss": None, "age_s": round(age_s, 1)}
     state = "dead" if has_died(status) else status.state

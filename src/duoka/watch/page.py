@@ -42,7 +42,7 @@ td code{overflow-wrap:anywhere}pre{overflow:auto;margin:0}
 .track i.soft{opacity:.28}
 .warn{color:var(--warn)}ul{margin:0;padding-left:18px}summary{cursor:pointer;font-weight:600;font-size:15px}
 details[open] summary{margin-bottom:10px}footer{color:var(--soft);margin-top:22px;font-size:12px}
-@media (max-width:760px){.grid{grid-template-columns:repeat(2,1fr)}.half{grid-column:1/-1}}
+@media (max-width:760px){.grid{grid-template-columns:repeat(2,1fr)}.half{grid-column:1/-1}.track{min-width:60px}}
 @media print{body{background:#fff}.card{break-inside:avoid}}
 """
 
