@@ -8,6 +8,7 @@ import pytest
 
 from duoka.watch.chart import Chart, draw_chart
 from duoka.watch.curve import draw_curve
+from duoka.watch.page import page
 from duoka.watch.scale import Point, log_ticks, nice_ticks, points_of, short_number, smooth, thin
 
 
@@ -112,3 +113,9 @@ def test_a_chart_tells_those_who_cannot_see_it_where_it_starts_and_ends():
 )
 def test_labels_are_short(value, text):
     assert short_number(value) == text
+
+
+def test_bars_fit_into_a_narrow_page():
+    """Of 400 px the memory's table has 324: two columns of words take 170, and a bar of 160 ran off the card."""
+    narrow = re.search(r"@media \(max-width:760px\)\{(.*)\}", page("run", []))
+    assert narrow and int(re.search(r"\.track\{min-width:(\d+)px\}", narrow[1])[1]) <= 100
