@@ -162,3 +162,10 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def in_shape_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A matrix with x's leading dims. To autograd it is no view, which nobody could add to in place where a function of
+    ours answers with it (Llama 4 adds its experts' answers to those of the shared one)."""
+    answer: torch.Tensor = torch.ops.aten._unsafe_view.default(rows, [*x.shape[:-1], rows.shape[-1]])
+    return answer

@@ -27,7 +27,7 @@ def config(tmp_path: Path, tiny_tokenizer_folder: Path, monkeypatch: pytest.Monk
     model = tmp_path / "model"
     shutil.copytree(tiny_tokenizer_folder, model)
     (model / "config.json").write_text('{"model_type": "llama"}')
-    (model / "model.safetensors").write_bytes(b"")
+    (model / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")  # weights of nothing
     write_jsonl(tmp_path / "talk.jsonl", [messages_record(), *simple_records(9)])
     file = tmp_path / "run.yaml"
     file.write_text("model: model\ndata: {train: [talk.jsonl]}\n", encoding="utf-8")

@@ -155,3 +155,5 @@ def test_small_ones():
     assert product.dtype is torch.bfloat16 and (product == 64).all()
     assert issubclass(torch_private.DefaultAllGather, torch_private.AllGather)
     assert issubclass(torch_private.DefaultReduceScatter, torch_private.ReduceScatter)
+    shaped = torch_private.in_shape_of(torch.empty(2, 3, 5), rows := torch.ones(6, 4))
+    assert shaped.shape == (2, 3, 4) and shaped.data_ptr() == rows.data_ptr() and not shaped._is_view()

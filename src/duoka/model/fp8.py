@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from duoka.errors import ConfigError
-from duoka.model.layers import find_layers, in_shape_of
-from duoka.torch_private import scaled_mm
+from duoka.model.layers import find_layers
+from duoka.torch_private import in_shape_of, scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 STEP = 16  # kernels take rows and columns in so many

@@ -17,8 +17,8 @@ from duoka.model import gpu_kernels, native
 from duoka.model.dropout import CountedDropout, drop_units, keep_scale, level_of
 from duoka.model.gated import forward_gated
 from duoka.model.head import plain_adapter
-from duoka.model.layers import in_shape_of
 from duoka.model.rotary import own_rotation, repeats_tables
+from duoka.torch_private import in_shape_of
 
 CLOSE = 1e-5
 _PART = "fused_part"  # of a class

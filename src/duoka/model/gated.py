@@ -25,8 +25,8 @@ from duoka.model.fp8 import (
     weight_again,
     weight_gradient,
 )
-from duoka.model.layers import in_shape_of
 from duoka.model.split_products import SplitLinear, Waiting, waiting_of
+from duoka.torch_private import in_shape_of
 
 
 class SiluTimes(torch.autograd.Function):

@@ -58,10 +58,3 @@ def find_layers(core: torch.nn.Module) -> list[torch.nn.Module]:
         f"{type(core).__name__} has no list of {count} layers, by which duoka shards a model",
         fix="write:   strategy: ddp",
     )
-
-
-def in_shape_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """A matrix with x's leading dims. To autograd it is no view, which nobody could add to in place where a function of
-    ours answers with it (Llama 4 adds its experts' answers to those of the shared one)."""
-    answer: torch.Tensor = torch.ops.aten._unsafe_view.default(rows, [*x.shape[:-1], rows.shape[-1]])
-    return answer
