@@ -111,7 +111,7 @@ MODELS = {
     "a broken config": ("broken", {"config__json": "{"}, "cannot be read"),
     "no model type": ("odd", {"config__json": "{}"}, "no model_type"),
     "an adapter": ("adapter", {"adapter_config__json": "{}"}, "an adapter"),
-    "no tokenizer": ("mute", {"config__json": '{"model_type": "llama"}', "model__safetensors": "x"}, "no tokenizer"),
+    "no tokenizer": ("mute", {"config__json": '{"model_type": "llama"}', "model__safetensors": "\x02" + 7 * "\0" + "{}"}, "no tokenizer"),
 }
 
 

@@ -27,6 +27,7 @@ from duoka.process.lifeline import parent_pid
 from duoka.process.open_files import is_too_many_files, raise_open_files, too_many_files
 from duoka.process.place import script_variables
 from duoka.process.rank import LOGS_FOLDER
+from duoka.process.threads_at_rest import let_threads_rest
 from duoka.runs.heart import Heart
 from duoka.torch_private import abort_groups
 from duoka.units import parse_seconds
@@ -331,6 +332,7 @@ def end_world(world: World, *, has_failed: bool = False) -> None:
         abort_groups()  # NCCL's orderly end would first have its peers come to the same place
     else:
         dist.destroy_process_group()
+    let_threads_rest()
 
 
 def open_side_world(world: World) -> World:
