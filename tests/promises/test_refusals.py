@@ -103,6 +103,7 @@ def write_model(folder, **files):
         (folder / name.replace("__", ".")).write_text(content, encoding="utf-8")
 
 
+NO_WEIGHTS = "\x02" + 7 * "\0" + "{}"  # a file that can be read, with no tensor
 MODELS = {
     "no such folder": ("./nothing", None, "no such folder"),
     "an empty folder": ("empty", {}, "no config.json"),
@@ -111,7 +112,11 @@ MODELS = {
     "a broken config": ("broken", {"config__json": "{"}, "cannot be read"),
     "no model type": ("odd", {"config__json": "{}"}, "no model_type"),
     "an adapter": ("adapter", {"adapter_config__json": "{}"}, "an adapter"),
-    "no tokenizer": ("mute", {"config__json": '{"model_type": "llama"}', "model__safetensors": "\x02" + 7 * "\0" + "{}"}, "no tokenizer"),
+    "no tokenizer": (
+        "mute",
+        {"config__json": '{"model_type": "llama"}', "model__safetensors": NO_WEIGHTS},
+        "no tokenizer",
+    ),
 }
 
 
