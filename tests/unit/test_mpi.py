@@ -139,9 +139,10 @@ def test_launch_on_each_node_of_a_slurm_step_is_one_world(tmp_path: Path, monkey
 def test_a_script_that_mpirun_starts_is_one_world(tmp_path: Path) -> None:
     """Each process alone would train everything, and write into the folder of the others."""
     (tmp_path / "script.py").write_text(
-        "import torch\nfrom duoka import Accelerator\nme = Accelerator()\n"
+        "import os, torch\nfrom duoka import Accelerator\nme = Accelerator()\n"
         "total = me.reduce(torch.tensor([me.process_index + 1.0]))\n"
-        "print(me.num_processes, me.process_index, me.is_main_process, total.item(), torch.get_num_threads())\n"
+        "said = (me.num_processes, me.process_index, me.is_main_process, total.item(), torch.get_num_threads())\n"
+        "os.write(1, (' '.join(map(str, said)) + '\\n').encode())\n"  # a line at once: both write into one pipe
     )
     (tmp_path / "mpirun.py").write_text(
         "import os, subprocess, sys\nranks = []\n"

@@ -162,9 +162,13 @@ def test_a_queue_has_an_end_and_what_never_fits_is_refused(model: SlotModel) -> 
     scheduler = Scheduler(model, bytes_per_token=100, max_bytes=100 * 64, max_waiting=2)
     with pytest.raises(TooMany, match="3 answers are asked for at once, and at most 2 may wait"):
         scheduler.submit([job([5, 6]), job([5, 7]), job([5, 8])])
-    scheduler.submit([job([5, 6]), job([5, 7])])
+    scheduler.submit([gone := job([5, 6]), job([5, 7])])
     with pytest.raises(IsFull, match="2 requests wait"):
         scheduler.submit([job([5, 8])])
+    gone.cancel()
+    scheduler.submit([job([5, 8])])  # nobody has looked yet at who left
+    with pytest.raises(IsFull, match="2 requests wait"):
+        scheduler.submit([job([5, 9])])
     with pytest.raises(TooLarge, match="the cache here holds 64"):
         scheduler.submit([job([5] * 60)])
     with pytest.raises(TooLarge, match="window"):

@@ -163,9 +163,10 @@ class Scheduler:
                 )
         with self._changed:
             self._check_open()
-            if len(self._waiting) + len(jobs) > self._max_waiting:
+            waiting = sum(not job.is_cancelled for job in self._waiting)  # who has left keeps no place from others
+            if waiting + len(jobs) > self._max_waiting:
                 self.numbers.refused += 1
-                raise IsFull(f"{len(self._waiting)} requests wait, and at most {self._max_waiting} may")
+                raise IsFull(f"{waiting} requests wait, and at most {self._max_waiting} may")
             self.numbers.requests += 1
             self._waiting.extend(jobs)
             self._changed.notify()
