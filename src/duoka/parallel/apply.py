@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,13 +77,25 @@ def _move_activations(spec: EngineSpec) -> None:
     spec.moved.activations = ActivationsElsewhere(spec.bare, spec.mesh.everyone.device, folder)
 
 
-def _compile(spec: EngineSpec) -> None:
-    if isinstance(spec.bare, LossModel) and spec.bare.drops is not None and spec.bare.drops.own:
+def _check_compiles(bare: LossModel) -> None:
+    core: Any = bare.core
+    if bare.drops is not None and bare.drops.own:
         raise ConfigError(
             "train.compile: true, and the model's config.json asks for dropout inside its layers",
             where="this dropout is counted call by call, which compiled layers cannot do",
             fix="set the dropout in config.json to 0, or write   compile: false",
         )
+    if core.config._attn_implementation == "sdpa":
+        raise ConfigError(
+            f"train.compile: true, and model type {core.config.model_type} is computed by its own attention",
+            where="compiled for two threads of a CPU, Falcon's gave gradients that were off by half of their size",
+            fix="write   compile: false",
+        )
+
+
+def _compile(spec: EngineSpec) -> None:
+    if isinstance(spec.bare, LossModel):
+        _check_compiles(spec.bare)
     core, layout = find_core(spec.bare), spec.layout
     layers = find_layers(core)
     why_not = "rows have other lengths"
