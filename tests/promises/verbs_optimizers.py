@@ -4,66 +4,57 @@ import torch
 from verbs import Words, build, collate, count_over, write
 
 
-class MeanOfThree(torch.optim.Optimizer):
+class OwnOptimizer(torch.optim.Optimizer):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.step_of(p, group["lr"])
+
+
+class MeanOfThree(OwnOptimizer):
     """Steps by the mean of the last three gradients, kept in a list."""
 
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                last = self.state[p].setdefault("last", [])
-                last.append(p.grad.clone())
-                del last[:-3]
-                p.sub_(sum(last) / len(last) * group["lr"])
+    def step_of(self, p, lr):
+        last = self.state[p].setdefault("last", [])
+        last.append(p.grad.clone())
+        del last[:-3]
+        p.sub_(sum(last) / len(last) * lr)
 
 
-class ByShards(torch.optim.Optimizer):
+class ByShards(OwnOptimizer):
     """Momentum of each rank's own part of a weight, as kernels that know no DTensor have it; some of it in a list."""
 
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                weight, grad = (one.to_local() if hasattr(one, "to_local") else one for one in (p, p.grad))
-                state = self.state[p]
-                fast = state.setdefault("fast", torch.zeros_like(weight))
-                (slow,) = state.setdefault("slow", [torch.zeros_like(weight)])
-                fast.mul_(0.8).add_(grad)
-                slow.mul_(0.95).add_(grad)
-                weight.sub_((fast + slow) * group["lr"])
+    def step_of(self, p, lr):
+        weight, grad = (one.to_local() if hasattr(one, "to_local") else one for one in (p, p.grad))
+        state = self.state[p]
+        fast = state.setdefault("fast", torch.zeros_like(weight))
+        (slow,) = state.setdefault("slow", [torch.zeros_like(weight)])
+        fast.mul_(0.8).add_(grad)
+        slow.mul_(0.95).add_(grad)
+        weight.sub_((fast + slow) * lr)
 
 
-class OfRows(torch.optim.Optimizer):
+class OfRows(OwnOptimizer):
     """A sum of squares per row, as the DTensor that torch makes of it."""
 
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                squares = (p.grad * p.grad).flatten(1).sum(1) if p.ndim > 1 else p.grad * p.grad
-                state = self.state[p]
-                state["rows"] = squares if "rows" not in state else state["rows"] + squares
-                scale = state["rows"].sqrt() + 1.0
-                p.sub_(p.grad / (scale[:, None] if p.ndim > 1 else scale) * group["lr"])
+    def step_of(self, p, lr):
+        squares = (p.grad * p.grad).flatten(1).sum(1) if p.ndim > 1 else p.grad * p.grad
+        state = self.state[p]
+        state["rows"] = squares if "rows" not in state else state["rows"] + squares
+        scale = state["rows"].sqrt() + 1.0
+        p.sub_(p.grad / (scale[:, None] if p.ndim > 1 else scale) * lr)
 
 
 class Drifting(ByShards):
     """Keeps a norm of each rank's own part: nobody can say what that is on another rank."""
 
-    def step(self, closure=None):
-        super().step(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["norms"] = self.state[p]["fast"].norm().repeat(2)
+    def step_of(self, p, lr):
+        super().step_of(p, lr)
+        self.state[p]["norms"] = self.state[p]["fast"].norm().repeat(2)
 
 
 KINDS = {"list": MeanOfThree, "shards": ByShards, "rows": OfRows, "drifting": Drifting}
