@@ -209,7 +209,7 @@ def draft_of(folder: Path) -> Iterator[Path]:
         yield draft
         apply_umask(draft)
         draft.rename(folder)
-    except Exception as error:
+    except Exception as error:  # a full disk comes in libraries' own errors; others go on upwards
         refused = error if isinstance(error, OSError) else disk_error(error)
         if refused is None:
             raise
