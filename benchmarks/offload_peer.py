@@ -64,7 +64,8 @@ def main() -> None:
             engine.step()
         seconds.append(time.perf_counter() - begun)
     tokens = ROWS * ACCUMULATION * length
-    print("RESULT " + json.dumps({"seconds": seconds, "tokens": tokens, "version": deepspeed.__version__}))
+    print("RESULT " + json.dumps({"seconds": seconds, "tokens": tokens, "version": deepspeed.__version__}), flush=True)
+    os._exit(0)  # a thread of gloo's that wants Python's lock while the interpreter ends would abort it now and then
 
 
 if __name__ == "__main__":

@@ -83,6 +83,50 @@ def test_what_is_loaded_is_what_the_next_step_reads(tmp_path: Path) -> None:
     assert [name for name in named if not named[name].equal(other[name])] == []
 
 
+def test_reading_ahead_changes_no_bit_and_takes_no_more_room_than_it_is_given(tmp_path: Path, monkeypatch) -> None:
+    (named, plain), (other, disk) = made(), made(on_disk=tmp_path)
+    asked: list[int] = []
+    will_need = DiskFile.will_need
+    monkeypatch.setattr(DiskFile, "will_need", lambda *of: asked.append(of[2]) or will_need(*of))
+    read, cached = DiskFile.read, []
+    monkeypatch.setattr(DiskFile, "read", lambda *of, **how: cached.append(how["cached"]) or read(*of, **how))
+    for step in range(6):
+        asked.clear()
+        cached.clear()
+        disk.read_ahead(room := 2 * 64 * 1024 * (0, 3, 1000)[step % 3])
+        for one in (named, plain), (other, disk):
+            learn(*one, 4 * step)  # each time the same parts
+        assert sum(asked) <= room and (sum(asked) > 0) == (room > 0 and step > 0)
+        if step % 3 == 2:
+            assert sum(cached) > len(cached) / 2
+        if step == 3:  # by another hand, after it was asked for
+            disk.read_ahead(2**30)
+            for (name, tensor), same in zip(
+                optimizer_tensors(disk, other).items(), optimizer_tensors(plain, named).values(), strict=True
+            ):
+                if "exp_avg" in name:
+                    tensor.mul_(0.5)
+                    same.mul_(0.5)
+    assert [name for name in named if not named[name].equal(other[name])] == []
+
+
+def test_gradients_are_shortened_as_they_are_used(tmp_path: Path) -> None:
+    """The bits of clipping first, whatever lies where."""
+    ways = [made(), made(on_disk=tmp_path), made(on_disk=tmp_path, share=0.4), made(on_host=True)]
+    for step, factor in enumerate([None, torch.tensor(0.37), None, torch.tensor(0.011)]):
+        for named, optimizer in ways:
+            if optimizer is not ways[0][1]:
+                optimizer.factor = factor
+            torch.manual_seed(step)
+            for parameter in named.values():
+                parameter.grad = torch.randn(parameter.shape)
+                if factor is not None and optimizer is ways[0][1]:
+                    parameter.grad.mul_(factor)
+            optimizer.step()
+    for named, _ in ways[1:]:
+        assert [name for name in named if not named[name].equal(ways[0][0][name])] == []
+
+
 def test_a_slice_that_comes_back_changed_is_found(tmp_path: Path) -> None:
     named, optimizer = made(on_disk=tmp_path)
     learn(named, optimizer, 0)
@@ -217,6 +261,21 @@ def test_the_plan_takes_the_state_out_of_memory_and_asks_the_disk_for_it() -> No
     assert f"needs {format_bytes(moments)}" in str(refusal) and format_bytes(moments // 2) in str(refusal)
     # Replicas have a copy each, on the disk that they share.
     assert plan({"optimizer": "disk"}, 100 * GIB, ranks=2).disk.needed_bytes == 2 * moments
+
+
+def test_weights_and_gradients_cost_the_disk_nothing_where_memory_holds_their_files() -> None:
+    def moved(memory_bytes):
+        machine = Machine(2, memory_bytes, memory_bytes, disk_free_bytes=100 * GIB)
+        how = config({"params": "disk"}, strategy="fsdp")
+        how.train.recompute = "full"
+        plan = make_plan(how, demo_shape(), machine, 1)
+        return plan.disk_moved_bytes, plan.load.accumulation
+
+    size = 4 * demo_shape().num_parameters
+    roomy, _ = moved(64 * GIB)
+    assert roomy == pytest.approx(2 * 2 * size, rel=1e-3)  # both moments, both ways
+    short, passes = moved(3 * size)
+    assert short == pytest.approx(roomy + 2 * size * (2 * passes + 2), rel=1e-3)
 
 
 def test_a_state_of_torch_s_is_refused(tmp_path):

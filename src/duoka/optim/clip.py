@@ -19,33 +19,29 @@ def clip_gradients(
     """Shorten all gradients together when their global norm exceeds `limit` (0: only measure). Returns the norm.
 
     `spread` names the groups of ranks that hold different parts of a parameter's gradient. With `let_go` gradients are
-    read one by one, and it is called after each: the numbers are the same.
+    read one by one for the norm, and it is called after each: the numbers are the same.
     """
     parameters = list(parameters)
     norm = global_norm(parameters, spread, let_go)
-    shorten(parameters, norm, limit, let_go)
+    shorten(parameters, norm, limit)
     return norm
 
 
-def shorten(
-    parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, limit: float, let_go: LetGo | None = None
-) -> None:
+def shorten(parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, limit: float) -> None:
     """Shorten gradients whose global norm is `norm` to `limit`, where that is less; 0: leave them."""
-    shorten_all([local_part(p.grad) for p in parameters if p.grad is not None], norm, limit, let_go)
+    shorten_all([local_part(p.grad) for p in parameters if p.grad is not None], norm, limit)
 
 
-def shorten_all(grads: list[torch.Tensor], norm: torch.Tensor, limit: float, let_go: LetGo | None = None) -> None:
+def shorten_all(grads: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
     """The same of gradients, or of this rank's parts of them."""
-    if limit <= 0 or not grads:
-        return
+    if limit > 0 and grads:
+        foreach_mul_(grads, shortening(norm, limit).to(grads[0].device))
+
+
+def shortening(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """What gradients whose global norm is `norm` are multiplied by, 1 at the most."""
     # As torch.nn.utils.clip_grads_with_norm_, on each rank's own part: the norm is a plain number everywhere.
-    factor = torch.clamp(limit / (norm + 1e-6), max=1.0).to(grads[0].device)
-    if let_go is None:
-        foreach_mul_(grads, factor)
-    elif not factor >= 1:  # or every page would be written for nothing
-        for grad in grads:
-            grad.mul_(factor)
-            let_go()
+    return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
 def global_norm(

@@ -1,8 +1,9 @@
 """AdamW with its moments in a file: 8 bytes per parameter less in memory, read ahead and written behind in slices.
 
 Both moments of all that a rank trains lie there end to end, cut into slices. While one slice is updated the next two
-are read and the one before is written, by a thread each; the last ones are written beside the next forward pass. The
-numbers are those of torch's own AdamW. Checkpoints read and fill the same file through its mapping.
+are read and the one before is written, by a thread each; the last ones are written beside the next forward pass, and
+then the page cache is asked for what the next update reads, as far as memory is free. The numbers are those of torch's
+own AdamW. Checkpoints read and fill the same file through its mapping.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Slice:
     length_bytes: int = 0  # of one moment, in whole pages
     sums: tuple[int, int] | None = (OF_ZEROS, OF_ZEROS)  # as both were written last; None: by another hand
     written: Future[None] | None = None
+    is_cached: bool = False  # the page cache has been asked for it: a hint, the content is the same either way
 
 
 class DiskAdamW(HostAdamW):
@@ -65,10 +67,13 @@ class DiskAdamW(HostAdamW):
             self.buffer_bytes += len(slot.memory)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="duoka-read-ahead")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="duoka-write-behind")
+        self._due: list[Slice] = []  # in the last step
         self._todo: deque[Slice] = deque()
         self._reading: deque[tuple[Slice, Future[Slot]]] = deque()
         self._current: tuple[Slice, Slot] | None = None
-        self.after_slice: Callable[[], None] | None = None  # for who maps the weights that a slice has moved
+        # For who maps the weights that are updated: before those of a part, and after those of a slice.
+        self.before_part: Callable[[torch.Tensor], None] | None = None
+        self.after_slice: Callable[[], None] | None = None
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Refused: it would put other tensors, and other groups, in the place of those that lie in the file."""
@@ -104,10 +109,24 @@ class DiskAdamW(HostAdamW):
 
     # --- a step ---
 
+    def read_ahead(self, room_bytes: int) -> None:
+        """Passes begin, and a step will follow: bring what it reads first into the page cache, up to `room_bytes`."""
+        self._reader.submit(self._ask_for, self._due[: room_bytes // (2 * SLICE_BYTES)])
+
+    def _ask_for(self, due: list[Slice]) -> None:
+        """For the reading thread. A write that failed is raised by who reads the slice."""
+        for one in due:
+            if one.written is not None:
+                one.written.result()
+            for number in range(2):
+                self.file.will_need(number * self._half_bytes + one.start_bytes, one.length_bytes)
+            one.is_cached = True
+
     def parts(self) -> Iterator[Part]:
         # Named first: what is updated is read in this order.
         due = [[part for part in one.parts if part.parameter.grad is not None] for one in self._slices]
-        self._todo.extend(one for one, parts in zip(self._slices, due, strict=True) if parts)
+        self._due = [one for one, parts in zip(self._slices, due, strict=True) if parts]
+        self._todo.extend(self._due)
         for _ in range(READ_AHEAD):
             self._read_another()
         yield from (part for part in self._nothing if part.parameter.grad is not None)
@@ -120,6 +139,8 @@ class DiskAdamW(HostAdamW):
             one, reading = self._reading.popleft()
             self._read_another()
             self._current = one, reading.result()
+        if self.before_part is not None:
+            self.before_part(part.of(part.parameter))
         one, slot = self._current
         assert one is self._slices[part.place], "slices are updated in the order in which they are read"
         begin, size = 4 * part.inside, 4 * (part.stop - part.start)
@@ -148,9 +169,11 @@ class DiskAdamW(HostAdamW):
         try:
             for number in range(2):
                 half = slot.part(number * size, size)
-                self.file.read(number * self._half_bytes + one.start_bytes, half)
+                start = number * self._half_bytes + one.start_bytes
+                self.file.read(start, half, cached=one.is_cached)
                 if one.sums is not None and checksum(half) != one.sums[number]:
                     raise self.file.damaged()
+            one.is_cached = False  # its write goes past the page cache, and empties it of the slice
         except BaseException:  # a Ctrl-C too must give the buffer back; raised again
             self._free.put(slot)
             raise

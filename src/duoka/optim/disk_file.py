@@ -7,6 +7,7 @@ disk is a StorageError that names the folder.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -23,6 +24,7 @@ from duoka.units import format_bytes
 
 PAGE_BYTES = 4096  # what reads and writes past the page cache want addresses, offsets and lengths to be multiples of
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python has no name for
 _UNNAMED = getattr(os, "O_TMPFILE", 0)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _AGAIN = (
@@ -81,10 +83,10 @@ class DiskFile:
             if hasattr(self, name):
                 os.close(getattr(self, name))
 
-    def read(self, start: int, into: memoryview) -> None:
-        """Whole pages."""
+    def read(self, start: int, into: memoryview, *, cached: bool = False) -> None:
+        """Whole pages; `cached`: from the page cache, which was asked for them (`will_need`)."""
         try:
-            _read(self._handle, start, into)
+            _read(self._loose if cached else self._handle, start, into)
         except OSError as error:
             raise self._fault("cannot be read", error, _AGAIN) from None
 
@@ -128,6 +130,12 @@ class DiskFile:
         start, stop = max(0, start), min(self.size_bytes, start + num_bytes)
         if start < stop and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._loose, start, stop - start, os.POSIX_FADV_WILLNEED)
+
+    def will_write(self, start: int, num_bytes: int) -> None:
+        """Map a stretch of it at once, to be written: page by page, by who writes there, it costs twice as much."""
+        begin = start // PAGE_BYTES * PAGE_BYTES
+        with contextlib.suppress(OSError):  # Linux before 5.14
+            self._mapping.madvise(_POPULATE_WRITE, begin, whole_pages(start + num_bytes) - begin)
 
     def place_of(self, tensor: torch.Tensor) -> int | None:
         """Where a tensor's bytes begin in the file; None for one that lies elsewhere."""

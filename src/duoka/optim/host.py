@@ -79,6 +79,7 @@ class HostAdamW(torch.optim.AdamW):
 
     def __init__(self, groups: Any, *, share: float = 1.0, **settings: Any) -> None:
         super().__init__(groups, **settings)
+        self.factor: torch.Tensor | None = None  # that the next step multiplies gradients by
         self._near: set[int] = set()
         seen = offloaded = 0
         for group in self.param_groups:
@@ -93,7 +94,11 @@ class HostAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            self._update_near([p for p in group["params"] if p.grad is not None and self.is_near(p)], group)
+            near = [p for p in group["params"] if p.grad is not None and self.is_near(p)]
+            if self.factor is not None:
+                for parameter in near:
+                    local_part(parameter.grad).mul_(self.factor)
+            self._update_near(near, group)
         under_way: deque[Arrival] = deque()
         for part in self.parts():
             under_way.append(Arrival.of(part))
@@ -101,6 +106,7 @@ class HostAdamW(torch.optim.AdamW):
                 self._update(under_way.popleft())
         while under_way:
             self._update(under_way.popleft())
+        self.factor = None
 
     def parts(self) -> Iterator[Part]:
         """What is updated where its offloaded state is, in order: all that got a gradient."""
@@ -139,10 +145,11 @@ class HostAdamW(torch.optim.AdamW):
         if not own.numel():
             state["step"] += 1
             return
+        grad = arrival.grad if self.factor is None else arrival.grad * self.factor
         first, second = self.moments(part)
         count = state["step"].clone()  # of the parts of one parameter, all are of the same step
         adamw(
-            [values], [arrival.grad], [first], [second], [], [count], fused=True, amsgrad=False, maximize=False,
+            [values], [grad], [first], [second], [], [count], fused=True, amsgrad=False, maximize=False,
             beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
             weight_decay=group["weight_decay"], eps=group["eps"],
         )  # fmt: skip

@@ -28,6 +28,7 @@ from duoka.data.feed.loader import GlobalBatch
 from duoka.model.build import GATHERED_HEAD, LossModel, find_core, named_part, use_head
 from duoka.model.layers import find_blocks, find_layers, is_transformer
 from duoka.model.value_head import ValueModel
+from duoka.optim.clip import shortening
 from duoka.optim.disk import DiskAdamW
 from duoka.optim.muon import Sharing
 from duoka.optim.spread import Groups
@@ -84,12 +85,26 @@ class Sharded(Engine):
             self.sharded.set_reshard_after_backward(last)
         if self.strategy == "hsdp":
             self.sharded.set_requires_all_reduce(last)
+        if self.on_disk is not None:
+            self.on_disk.begin_pass()
         yield
+        if self.on_disk is not None:
+            self.on_disk.finish_pass()
         if self.owned is not None:
             self.owned.finish(last)
 
+    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float, *, is_scaled: bool = True) -> torch.Tensor:
+        if self.on_disk is None or not isinstance(optimizer, DiskAdamW):
+            return super().clip(optimizer, max_norm, is_scaled=is_scaled)
+        norm = super().clip(optimizer, 0.0, is_scaled=is_scaled)
+        factor = shortening(norm, max_norm).cpu() if max_norm > 0 else None
+        # Shortened as they are used: in the file, each page would be read and written once more.
+        optimizer.factor = None if factor is None or factor == 1 else factor
+        return norm
+
     def step(self, optimizer: torch.optim.Optimizer, *, overflowed: bool = False) -> None:
-        if isinstance(optimizer, DiskAdamW):
+        if self.on_disk is not None and isinstance(optimizer, DiskAdamW):
+            optimizer.before_part = self.on_disk.will_update
             optimizer.after_slice = self.let_go  # or all weights and gradients would be mapped at once
         super().step(optimizer, overflowed=overflowed)
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -37,6 +38,8 @@ class ShardsOnDisk:
                 end += -(-size // _ALIGNED) * _ALIGNED
         self.weights = DiskFile(folder, end, "weights")
         self.gradients = DiskFile(folder, end, "gradients")
+        self._learning: list[torch.nn.Parameter] = []
+        self._so_far: dict[torch.Tensor, torch.Tensor] = {}  # gradients of a step's earlier micro-batches
 
     @property
     def size_bytes(self) -> int:
@@ -68,12 +71,26 @@ class ShardsOnDisk:
             if start is None or not local_part(parameter).numel():
                 continue  # of rows that are cut unevenly FSDP makes a copy: they stay in memory
             if parameter.requires_grad:
+                self._learning.append(parameter)
                 parameter.register_post_accumulate_grad_hook(self._store(start))
         layers = [unit for unit in units if isinstance(unit, torch.nn.Module)]
         stretches = [self._stretch(layer) for layer in layers]
         for number, layer in enumerate(layers):
             ahead = [one for one in stretches[number + 1 : number + 1 + _LAYERS_AHEAD] if one]
             layer.register_forward_pre_hook(functools.partial(self._forward, ahead))
+
+    def begin_pass(self) -> None:
+        """A micro-batch comes: its gradients are added to the file here, not by FSDP."""
+        self._so_far = {one: one.grad for one in self._learning if one.grad is not None}
+        for parameter in self._so_far:
+            parameter.grad = None
+
+    def finish_pass(self) -> None:
+        """What this micro-batch did not reach keeps what it had."""
+        for parameter, grad in self._so_far.items():
+            if parameter.grad is None:
+                parameter.grad = grad
+        self._so_far = {}
 
     def _stretch(self, layer: torch.nn.Module) -> tuple[int, int] | None:
         """Where a layer's own weights lie in the file: (begin, size). Asked before any is gathered."""
@@ -93,8 +110,9 @@ class ShardsOnDisk:
             grad = local_part(parameter.grad)
             size = grad.numel() * grad.element_size()
             there = self.gradients.part(start, grad.dtype, grad.shape)
-            if there.data_ptr() != grad.data_ptr():  # a later micro-batch adds to what lies there already
-                there.copy_(grad)
+            if there.data_ptr() != grad.data_ptr():
+                self.gradients.will_write(start, size)
+                _add_or_copy(grad, there, is_first=parameter not in self._so_far)
                 parameter.grad = like_sharded(parameter, there)
             self.weights.will_need(start - 2 * _LAYERS_AHEAD * size, 2 * _LAYERS_AHEAD * size)
             self.let_go()
@@ -107,10 +125,25 @@ class ShardsOnDisk:
             self.weights.will_need(begin, size)
         self.let_go()
 
+    def will_update(self, values: torch.Tensor) -> None:
+        start = self.weights.place_of(values)
+        if start is not None:
+            self.weights.will_write(start, values.numel() * values.element_size())
+
     def let_go(self) -> None:
         """What is mapped counts as this process's memory until it is let go of; its content stays."""
         self.weights.let_go()
         self.gradients.let_go()
+
+
+def _add_or_copy(values: torch.Tensor, there: torch.Tensor, *, is_first: bool) -> None:
+    """By one thread: several that touch new pages of a mapping stand in each other's way."""
+    if values.dtype is not torch.float32:
+        there.copy_(values if is_first else there + values)
+    elif is_first:
+        np.copyto(there.numpy(), values.numpy())
+    else:
+        np.add(there.numpy(), values.numpy(), out=there.numpy())
 
 
 def _units_below(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:

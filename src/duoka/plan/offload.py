@@ -58,15 +58,17 @@ def buffer_bytes(on_disk: int) -> int:
     return min(slices, NUM_SLOTS) * min(2 * SLICE_BYTES, on_disk)
 
 
-def moved_bytes(static: StaticMemory, layout: Layout, accumulation: float) -> float:
-    """Read and written in a step by one rank, at most: the page cache keeps of weights and gradients what it can.
+def moved_bytes(static: StaticMemory, layout: Layout, accumulation: float, cluster: Cluster) -> float:
+    """Read and written in a step by one rank.
 
     The optimizer's state goes both ways once. Weights are read by each pass, and updated; gradients are written, added
-    to by later micro-batches, and read for the norm, for clipping and for the update.
+    to by later micro-batches, and read for the norm and for the update: where half of the node's memory holds both
+    files of its ranks, they stay in the page cache.
     """
     moved = 2.0 * layout.offload_share * static.optimizer_bytes if layout.disk != "none" else 0.0
-    if layout.disk == "params":
-        moved += static.weights_bytes * (2 * accumulation + 2) + static.gradients_bytes * (2 * accumulation + 4)
+    mapped = static.weights_bytes + static.gradients_bytes
+    if layout.disk == "params" and mapped * cluster.per_node > cluster.host_room_bytes / 2:
+        moved += mapped * (2 * accumulation + 2)
     return moved
 
 

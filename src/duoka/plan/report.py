@@ -85,7 +85,7 @@ class Plan:
         """That a rank reads from the disk and writes there in a step."""
         load = load_of(self.task, self.layout)
         kept = activations_moved(self.work, self.layout, load) if self.layout.activations == "disk" else 0.0
-        return kept + moved_bytes(static_memory(self.work, self.layout), self.layout, load.accumulation)
+        return kept + moved_bytes(static_memory(self.work, self.layout), self.layout, load.accumulation, self.cluster)
 
     @property
     def lengths(self) -> Lengths | None:

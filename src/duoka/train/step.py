@@ -16,12 +16,16 @@ import torch
 
 from duoka.comm.ledger import LEDGER, Traffic
 from duoka.data.feed.loader import GlobalBatch
+from duoka.optim.disk import DiskAdamW
 from duoka.parallel import inject
 from duoka.parallel.engine import NO_OBSERVER, Engine, PassObserver, RankSums, StepTimes
 from duoka.parallel.look_ahead import Looked, look_ahead
 from duoka.parallel.mesh import Mesh
 from duoka.parallel.objective import LooksAhead, Objective
 from duoka.parallel.out_of_memory import Shortage
+from duoka.plan.hardware import available_memory_bytes
+
+PAGE_CACHE_PART = 4  # of free memory, a quarter may hold what the optimizer will read from a disk
 
 
 @dataclass
@@ -73,11 +77,13 @@ def optimizer_step(
         looked = look_ahead(engine, batch, objective)
         if looked.is_short:
             return StepResult(is_short=True, shortage=looked.shortage)
+    world = engine.mesh.everyone
+    if isinstance(optimizer, DiskAdamW):
+        optimizer.read_ahead(available_memory_bytes() // (PAGE_CACHE_PART * world.local_size))
     sums = engine.forward_backward(batch, objective, observer)
     shortage, times = sums.shortage, sums.times
     if shortage is not None and not shortage.rejoined:
         return StepResult(is_short=True, shortage=shortage)
-    world = engine.mesh.everyone
     waited, spent = LEDGER.waited_s, time.perf_counter() - began
     inject.strike_gradients(engine.gradients, world.heart.beat.step + 1, world.rank)
     norm = engine.clip(optimizer, clip, is_scaled=shortage is None)
