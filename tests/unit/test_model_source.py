@@ -78,6 +78,17 @@ def test_a_warm_hub_cache_needs_no_network_and_keeps_to_the_revision(tmp_path, m
     assert "switched off" in fault.what
 
 
+def test_a_warm_hub_cache_is_found_where_the_hubs_client_keeps_it(tmp_path, monkeypatch, tiny_model):
+    for name in ("HF_HUB_CACHE", "HF_HOME", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    there = write_snapshot(tmp_path / "huggingface" / "hub", "me/chat", "aaa", branch="main", model=tiny_model)
+    assert (
+        check_model(config_of("me/chat"), Path()) == [] and model_folder(ModelConfig(name="me/chat"), Path()) == there
+    )
+
+
 def test_from_scratch_takes_no_weights_from_the_hub(tmp_path, monkeypatch, tiny_model):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))

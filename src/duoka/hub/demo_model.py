@@ -43,6 +43,7 @@ def convert_demo_model(target: Path) -> None:
             package, gguf_file=gguf, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
         )
         tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=gguf)
+    _cut_as_trained(tokenizer)
     model.config._name_or_path = "SmolLM2-135M-Instruct"
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
@@ -59,6 +60,18 @@ def convert_demo_model(target: Path) -> None:
             # Another process finished the same work first: its folder is as good as ours.
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _cut_as_trained(tokenizer: Any) -> None:
+    """Each digit alone, then words: the file says so (`tokenizer.ggml.pre`: smollm), and transformers passes over it.
+
+    Blank lines and blanks before a number would be other tokens than the model has learned.
+    """
+    from tokenizers import pre_tokenizers
+
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
 
 
 @contextlib.contextmanager

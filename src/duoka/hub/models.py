@@ -289,7 +289,7 @@ def _named_tokenizer(model: ModelConfig, base: Path, say: Callable[[str], None])
 
 
 def _demo_target() -> Path:
-    return cache_folder() / "models" / "smollm2-135m-instruct"
+    return cache_folder() / "models" / "smollm2-135m-instruct-2"  # the second way to convert it
 
 
 def _demo_folder(say: Callable[[str], None]) -> Path:
@@ -322,7 +322,9 @@ def _is_whole(model: ModelConfig, folder: Path) -> bool:
 
 def _cached_hub_folder(hub_id: str, revision: str | None, is_enough: Callable[[Path], bool]) -> Path | None:
     """The snapshot of that revision that an earlier download left, so that a warm cache needs no network."""
-    root = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or Path(caches) / "huggingface"
+    root = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
     repository = root.expanduser() / f"models--{hub_id.replace('/', '--')}"
     name = revision or "main"
     reference = repository / "refs" / name
