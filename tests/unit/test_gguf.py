@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import run_duoka
-from tiny import CHATML
+from tiny import CHATML, build_tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
@@ -101,6 +101,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) ->
     windows = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
     for number, (kind, more, match) in enumerate((
         ("llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
+        ("qwen3", {"attention_bias": True}, "biases of attention"),
         ("qwen2", windows, r"windows of attention \(16 tokens\)"),
         ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "turn 0.5 of each head"),
     )):  # fmt: skip
@@ -170,18 +171,94 @@ ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 LLAMA = ENDINGS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def cut_by(*patterns: str) -> str:
-    splits = [{"type": "Split", "pattern": {"Regex": one}} for one in patterns]
-    last = {"type": "ByteLevel", "use_regex": False}
-    before = {"type": "Sequence", "pretokenizers": [*splits, last]}
-    return name_of_cut({"model": {"type": "BPE"}, "pre_tokenizer": before})
+def split_by(pattern: str, **more) -> dict:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False, **more}
+
+
+def cut_by(*parts: str | dict, whole: bool = False, use_regex: bool = False, normalizer=None, **last) -> str:
+    splits = [split_by(one) if isinstance(one, str) else one for one in parts]
+    end = {"type": "ByteLevel", "use_regex": use_regex, **last}
+    before = {"type": "Sequence", "pretokenizers": [*splits, end]}
+    model = {"type": "BPE", "ignore_merges": whole}
+    return name_of_cut({"model": model, "pre_tokenizer": before, "normalizer": normalizer})
 
 
 def test_a_tokenizer_is_named_by_all_of_its_pattern() -> None:
     """o200k (GPT-4o, Llama 4) and DeepSeek's take three digits at once as Llama 3's does, and cut words otherwise."""
-    assert cut_by(LLAMA) == "llama-bpe" and cut_by(LLAMA.replace("{1,3}", "")) == "qwen2"
+    assert cut_by(LLAMA, whole=True) == "llama-bpe" and cut_by(LLAMA.replace("{1,3}", "")) == "qwen2"
     o200k = LLAMA.replace(r"\p{L}+", r"[\p{Lu}\p{Lt}]*[\p{Ll}]+")
     for patterns in ((o200k,), (r"\p{N}{1,3}", LLAMA), (LLAMA.removeprefix(ENDINGS),)):
         with pytest.raises(ConfigError, match="no name for how this tokenizer cuts") as refused:
             cut_by(*patterns)
         assert "convert_hf_to_gguf.py" in (refused.value.fix or ""), "and what to do"
+
+
+def test_a_tokenizer_that_makes_more_of_text_than_a_name_says_is_refused() -> None:
+    digits = {"type": "Digits", "individual_digits": True}
+    assert cut_by(use_regex=True) == "gpt-2" and cut_by(digits, use_regex=True) == "smollm"
+    assert cut_by(LLAMA.replace("{1,3}", ""), normalizer={"type": "NFC"}) == "qwen2"
+    assert cut_by(LLAMA) == "smaug-bpe", "llama-bpe takes words that are tokens whole, and merges do not"
+    lowered = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
+    for parts, more in (
+        ((digits | {"individual_digits": False},), {"use_regex": True}),
+        ((digits,), {}),
+        (({"type": "Punctuation", "behavior": "Contiguous"},), {"use_regex": True}),
+        ((), {"use_regex": True, "add_prefix_space": True}),
+        ((), {"use_regex": True, "whole": True}),
+        ((LLAMA,), {"use_regex": True}),
+        ((split_by(LLAMA, behavior="Removed"),), {}),
+        ((split_by(LLAMA, invert=True),), {}),
+    ):
+        with pytest.raises(ConfigError, match="no name for how this tokenizer cuts"):
+            cut_by(*parts, **more)
+    with pytest.raises(ConfigError, match=r"makes of text first \(Lowercase\)"):
+        cut_by(use_regex=True, normalizer=lowered)
+
+
+def fields_of(path: Path) -> dict:
+    return {name: one.contents() for name, one in gguf.GGUFReader(path).fields.items() if name.startswith("tokenizer")}
+
+
+def test_what_begins_and_ends_texts_is_what_the_tokenizer_and_the_model_say(tmp_path: Path) -> None:
+    """Readers take token 11 for an end that is not named."""
+    folder = write_model(tmp_path / "model", "llama")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    marks = {name: settings.pop(name) for name in ("bos_token", "eos_token")}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": True}))
+    (folder / "special_tokens_map.json").write_text(json.dumps(marks))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert theirs("a").input_ids == theirs("a", add_special_tokens=False).input_ids, "whatever the settings say"
+    found = fields_of(write_gguf(folder, "f32", "older").path)
+    keys = [f"tokenizer.ggml.{name}" for name in ("bos_token_id", "eos_token_id", "add_bos_token", "pre")]
+    assert [found[key] for key in keys] == [theirs.bos_token_id, theirs.eos_token_id, False, "gpt-2"]
+
+    (folder / "special_tokens_map.json").unlink()
+    stops = json.dumps({"eos_token_id": [theirs.convert_tokens_to_ids("<|endoftext|>"), 7]})
+    (folder / "generation_config.json").write_text(stops)
+    found = fields_of(write_gguf(folder, "f32", "stops").path)
+    assert found["tokenizer.ggml.eos_token_id"] == 0 and found["tokenizer.ggml.eot_token_id"] == 7
+
+
+def test_an_adapter_with_a_tokenizer_of_its_own_is_asked_for_that_one(tmp_path: Path) -> None:
+    folder, other = write_model(tmp_path / "model", "llama"), tmp_path / "other"
+    build_tiny_tokenizer().save_pretrained(other)
+    check_gguf(folder)
+    with pytest.raises(ConfigError, match="cuts text into words"):
+        check_gguf(folder, other)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    write_model(other, "llama")
+    check_gguf(folder, other)
+
+
+def test_a_file_that_could_not_be_written_whole_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    before = sorted(folder.iterdir())
+
+    def refuse(*given, **named) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", refuse)
+    with pytest.raises(OSError, match="No space"):
+        write_gguf(folder, "f32", "model")
+    assert sorted(folder.iterdir()) == before

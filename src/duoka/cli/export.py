@@ -104,7 +104,7 @@ def _check_gguf(trained: Any, adapter: bool) -> None:
 
     if adapter:
         raise ConfigError("GGUF files are of merged models", fix="leave --adapter out")
-    check_gguf(trained.full or trained.base)
+    check_gguf(trained.full or trained.base, trained.tokenizer_folder)
 
 
 def _write_gguf(output: Path, kind: str) -> tuple[dict[str, Any], str]:

@@ -10,7 +10,7 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from duoka.data.tokens.tokenizer import load_tokenizer
+from duoka.data.tokens.tokenizer import ChatTokenizer, load_tokenizer
 from duoka.errors import ConfigError, DuokaError
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -43,6 +43,7 @@ _ELSEWHERE = (
     "export without --gguf, and convert that folder with llama.cpp's own convert_hf_to_gguf.py, which knows more "
     "models and tokenizers; or serve the folder itself: duoka serve, vLLM, SGLang"
 )
+_NO_CHANGE = ("NFC",)  # llama.cpp knows no normal forms; text is in this one as it is typed
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
 
@@ -54,8 +55,8 @@ class Written:
     largest_error: float  # of a tensor, relative to its norm
 
 
-def check_gguf(folder: Path) -> None:
-    """Refuse what cannot be written, before anything is."""
+def check_gguf(folder: Path, tokenizer: Path | None = None) -> None:
+    """Refuse what cannot be written, before anything is; `tokenizer`: the folder of one that is not the model's own."""
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError("--gguf needs the package gguf, which is not installed", fix="pip install gguf")
     config = _read(folder / "config.json")
@@ -70,11 +71,13 @@ def check_gguf(folder: Path) -> None:
             f"--gguf does not write {what}: programs that read such files compute {kind} without",
             fix="serve the folder itself: duoka serve, vLLM, SGLang",
         )
-    name_of_cut(_read(folder / "tokenizer.json"))
+    name_of_cut(_raw(load_tokenizer(tokenizer or folder)))
 
 
 def _unwritten(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[str]:
     """What a config asks for, that the file has no place for or that its readers take for something else."""
+    if config["model_type"] == "qwen3" and config.get("attention_bias"):
+        yield "biases of attention"
     act = config.get("hidden_act", "silu")
     if act != "silu":
         yield f"this model's hidden_act {act}"
@@ -90,13 +93,27 @@ def _unwritten(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[s
 def write_gguf(folder: Path, kind: str, name: str) -> Written:
     """Write FOLDER/NAME.KIND.gguf and a Modelfile from the model and tokenizer in `folder`."""
     check_gguf(folder)
-    gguf: Any = importlib.import_module("gguf")
-    config = _read(folder / "config.json")
+    config, tokenizer = _read(folder / "config.json"), load_tokenizer(folder)
     path = folder / f"{name}.{kind}.gguf"
+    draft = folder / f".{path.name}"
+    try:
+        worst = _write(draft, folder, kind, name, config, tokenizer)
+        draft.rename(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    (folder / "Modelfile").write_text(_modelfile(folder, path.name, tokenizer), encoding="utf-8")
+    return Written(path, path.stat().st_size, kind, worst)
+
+
+def _write(
+    path: Path, folder: Path, kind: str, name: str, config: Mapping[str, Any], tokenizer: ChatTokenizer
+) -> float:
+    """Returns the largest error of a tensor, of the file that was written."""
+    gguf: Any = importlib.import_module("gguf")
     arch = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[config["model_type"]])
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _add_facts(writer, config, name)
-    _add_tokenizer(writer, folder, int(config["vocab_size"]))
+    _add_tokenizer(writer, tokenizer, _stops(folder), int(config["vocab_size"]))
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for tensor_name, values in _tensors(folder, config):
         short = names.get_name(tensor_name, try_suffixes=(".weight", ".bias"))
@@ -108,8 +125,7 @@ def write_gguf(folder: Path, kind: str, name: str) -> Written:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    (folder / "Modelfile").write_text(_modelfile(folder, path.name), encoding="utf-8")
-    return Written(path, path.stat().st_size, kind, _check(gguf, path, folder, config, names, kind))
+    return _check(gguf, path, folder, config, names, kind)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -181,10 +197,8 @@ def _check(gguf: Any, path: Path, folder: Path, config: Mapping[str, Any], names
         error = float(np.linalg.norm(found - values)) / max(float(np.linalg.norm(values)), 1e-12)
         worst = max(worst, error)
         if not error <= BOUNDS[kind] or math.isnan(error):
-            path.unlink()
             raise DuokaError(f"{name} came back from {path.name} off by {error:.2%}; the file was removed")
     if written:
-        path.unlink()
         raise DuokaError(f"{path.name} holds tensors that the model has not: {', '.join(written)}")
     return worst
 
@@ -193,25 +207,60 @@ def _check(gguf: Any, path: Path, folder: Path, config: Mapping[str, Any], names
 
 
 def name_of_cut(tokenizer: Mapping[str, Any]) -> str:
-    """llama.cpp's name of how this tokenizer cuts text into words."""
+    """llama.cpp's name of how this tokenizer makes text into words, and words into tokens."""
     model, before = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
     parts = before.get("pretokenizers") or [before]
-    kinds = [one.get("type") for one in parts]
-    if model.get("type") != "BPE" or "ByteLevel" not in kinds:
+    if model.get("type") != "BPE" or "ByteLevel" not in [one.get("type") for one in parts]:
         raise ConfigError("--gguf writes byte-level BPE tokenizers; this one is of another kind", fix=_ELSEWHERE)
-    patterns = [text for one in parts if (text := str((one.get("pattern") or {}).get("Regex", "")))]
-    for endings in _ENDINGS:
-        rest = patterns[0].removeprefix(endings) if len(patterns) == 1 else ""
-        if rest in _CUTS and rest != patterns[0]:
-            return _CUTS[rest]
-    last = parts[kinds.index("ByteLevel")]
-    if patterns or not last.get("use_regex", True):
+    if changes := [kind for kind in _kinds_of(tokenizer.get("normalizer")) if kind not in _NO_CHANGE]:
+        raise ConfigError(
+            f"--gguf has no place for what this tokenizer makes of text first ({', '.join(changes)})", fix=_ELSEWHERE
+        )
+    name = _name_of_parts(parts)
+    if name == "llama-bpe" and not model.get("ignore_merges"):
+        return (
+            "smaug-bpe"  # the same cuts; by the other name a word that is a token is taken whole, whatever merges say
+        )
+    if name is None or (name != "llama-bpe" and model.get("ignore_merges")):
         raise ConfigError("--gguf has no name for how this tokenizer cuts text into words", fix=_ELSEWHERE)
-    return "smollm" if "Digits" in kinds else "gpt-2"
+    return name
 
 
-def _add_tokenizer(writer: Any, folder: Path, rows: int) -> None:
-    raw, settings = _read(folder / "tokenizer.json"), _read(folder / "tokenizer_config.json")
+def _name_of_parts(parts: Sequence[Mapping[str, Any]]) -> str | None:
+    """By all of them: one more, or one that is told otherwise, is another way to cut."""
+    *first, last = parts
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        return None
+    cuts_words = last.get("use_regex", True)
+    if not first and cuts_words:
+        return "gpt-2"
+    if len(first) != 1:
+        return None
+    (one,) = first
+    if one.get("type") == "Digits":
+        return "smollm" if one.get("individual_digits") and cuts_words else None
+    if one.get("type") != "Split" or cuts_words or one.get("behavior", "Isolated") != "Isolated" or one.get("invert"):
+        return None
+    pattern = str((one.get("pattern") or {}).get("Regex", ""))
+    rests = [pattern.removeprefix(endings) for endings in _ENDINGS if pattern.startswith(endings)]
+    return next((_CUTS[rest] for rest in rests if rest in _CUTS), None)
+
+
+def _kinds_of(normalizer: Mapping[str, Any] | None) -> list[str]:
+    if normalizer is None:
+        return []
+    parts = normalizer.get("normalizers") if normalizer.get("type") == "Sequence" else [normalizer]
+    return [str(one.get("type")) for one in parts or ()]
+
+
+def _raw(tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """All of it as tokenizer.json has it, with the tokens that older files of a folder add."""
+    found: dict[str, Any] = json.loads(tokenizer.backend.to_str())
+    return found
+
+
+def _add_tokenizer(writer: Any, tokenizer: ChatTokenizer, stops: Sequence[int], rows: int) -> None:
+    raw = _raw(tokenizer)
     vocabulary: dict[str, int] = dict(raw["model"]["vocab"])
     kinds = dict.fromkeys(vocabulary.values(), _NORMAL)
     for token in raw.get("added_tokens", ()):
@@ -224,36 +273,45 @@ def _add_tokenizer(writer: Any, folder: Path, rows: int) -> None:
     writer.add_token_types([kinds.get(number, _UNUSED) for number in range(rows)])
     merges = raw["model"]["merges"]
     writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in merges])
+    named = {key: vocabulary[text] for key, text in tokenizer.special_tokens.items() if text in vocabulary}
     ids: Mapping[str, Callable[[int], None]] = {
         "bos_token": writer.add_bos_token_id, "eos_token": writer.add_eos_token_id,
-        "unk_token": writer.add_unk_token_id, "pad_token": writer.add_pad_token_id,
+        "eot_token": writer.add_eot_token_id, "unk_token": writer.add_unk_token_id,
+        "pad_token": writer.add_pad_token_id,
     }  # fmt: skip
-    for key, add in ids.items():
-        special = _text_of(settings.get(key))
-        if special in vocabulary:
-            add(vocabulary[special])
-    # Templates write the first token themselves; text without a template begins as the tokenizer alone begins it, which
-    # settings do not always say (Llama 3).
-    writer.add_add_bos_token(bool(settings.get("add_bos_token", load_tokenizer(folder, "auto").beginning)))
-    template = folder / "chat_template.jinja"
-    text = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
-    if isinstance(text, str):
-        writer.add_chat_template(text)
+    for key, number in _with_ends(named, stops).items():
+        if key in ids and number < rows:
+            ids[key](number)
+    # Templates write the first token themselves; text without a template begins as the tokenizer alone begins it,
+    # whatever its settings say: transformers goes by tokenizer.json too.
+    writer.add_add_bos_token(bool(tokenizer.beginning))
+    if tokenizer.template_name == "model":
+        writer.add_chat_template(tokenizer.template)
 
 
-def _text_of(token: Any) -> str:
-    return str(token.get("content")) if isinstance(token, dict) else str(token)
+def _with_ends(named: dict[str, int], stops: Sequence[int]) -> dict[str, int]:
+    """The special tokens with what ends answers: readers take token 11 where no end is named, and know a second one by
+    its text where it is a well-known one."""
+    ends = dict(named)
+    if stops:
+        ends.setdefault("eos_token", stops[0])
+    second = next((number for number in reversed(stops) if number != ends.get("eos_token")), None)
+    return ends if second is None else ends | {"eot_token": second}
 
 
-def _modelfile(folder: Path, file: str) -> str:
+def _stops(folder: Path) -> list[int]:
+    """What ends an answer, as the folder says."""
+    for name in ("generation_config.json", "config.json"):
+        stops = (_read(folder / name) if (folder / name).is_file() else {}).get("eos_token_id")
+        if stops is not None:
+            return list(stops) if isinstance(stops, list) else [stops]
+    return []
+
+
+def _modelfile(folder: Path, file: str, tokenizer: ChatTokenizer) -> str:
     """For `ollama create NAME -f Modelfile`; the chat template is the one inside the GGUF file."""
-    generation = folder / "generation_config.json"
-    stops = (_read(generation) if generation.is_file() else {}).get("eos_token_id")
-    raw = _read(folder / "tokenizer.json")
-    texts = {token["id"]: token["content"] for token in raw.get("added_tokens", ())}
-    numbers = stops if isinstance(stops, list) else [] if stops is None else [stops]
-    lines = [f"FROM ./{file}", *_template_lines(folder)]
-    lines += [f'PARAMETER stop "{texts[number]}"' for number in numbers if number in texts]
+    lines = [f"FROM ./{file}", *_template_lines(tokenizer)]
+    lines += [f'PARAMETER stop "{tokenizer.added[number]}"' for number in _stops(folder) if number in tokenizer.added]
     return "\n".join(lines) + "\n"
 
 
@@ -265,9 +323,8 @@ _CHATML = (
 )
 
 
-def _template_lines(folder: Path) -> list[str]:
+def _template_lines(tokenizer: ChatTokenizer) -> list[str]:
     """Nothing where the template writes anything else than ChatML; what it says unasked becomes SYSTEM."""
-    tokenizer = load_tokenizer(folder, "auto")
     said = [{"role": role, "content": f"{role}?"} for role in ("system", "user", "assistant")]
     wanted = "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in [*said, said[1]])
     if tokenizer.render([*said, said[1]], prompt=True) != f"{wanted}<|im_start|>assistant\n":
