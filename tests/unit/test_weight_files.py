@@ -163,3 +163,17 @@ def test_of_two_forms_in_a_folder_slices_are_of_the_one_that_transformers_reads(
     wanted = logits_of(AutoModelForCausalLM.from_pretrained(folder))
     assert logits_of(read_by_slices(folder)).equal(wanted)
     assert logits_of(AutoModelForCausalLM.from_pretrained(other)).equal(wanted)
+
+
+def test_an_index_that_names_another_file_is_read_as_transformers_reads_it(folder: Path) -> None:
+    """It says which files belong to the model; what lies in them, they say themselves."""
+    cut_into_shards(folder)
+    index = json.loads((folder / INDEX).read_text())
+    names = list(index["weight_map"])
+    first, last = index["weight_map"][names[0]], index["weight_map"][names[-1]]
+    assert first != last
+    index["weight_map"] |= {names[0]: last, names[-1]: first}
+    del index["weight_map"][names[1]]
+    (folder / INDEX).write_text(json.dumps(index))
+    wanted = logits_of(AutoModelForCausalLM.from_pretrained(folder))
+    assert logits_of(read_by_slices(folder)).equal(wanted)

@@ -56,8 +56,12 @@ class WeightSource:
                 return cls(folder, seed, dict.fromkeys(file.keys(), SINGLE))
         if not (folder / INDEX).is_file():
             return None
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        return cls(folder, seed, dict(index["weight_map"]))
+        files: dict[str, str] = {}
+        # Which files belong to the model the index says, what lies in them they say: transformers too goes by that.
+        for name in sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())):
+            with safe_open(folder / name, framework="pt") as file:
+                files |= dict.fromkeys(file.keys(), name)
+        return cls(folder, seed, files)
 
     def knows(self, name: str, shape: torch.Size) -> bool:
         """True when `read` will find a tensor of this shape under the module's parameter `name`."""
