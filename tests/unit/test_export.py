@@ -159,6 +159,20 @@ def test_the_folder_of_a_run_knows_what_ends_an_answer_as_an_export_does(tiny_mo
     assert written["eos_token_id"] == [own, 9]
 
 
+@pytest.mark.parametrize("odd", [{"temperature": 0.9, "top_p": 0.6}, {"pad_token_id": -1}], ids=["Vicuna", "Llama 2"])
+def test_a_contradiction_in_a_published_file_stops_no_result(tmp_path: Path, odd: dict) -> None:
+    """transformers writes such a file back as it came, and refuses it when what ends an answer is added."""
+    base = write_tiny_model(tmp_path / "base")
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **odd}))
+    lm = load_model(ModelRequest(base, dtype=torch.float32, attention="sdpa"))
+    write_final(lm, Mesh(), lambda: ResultSources(base, base, stop_id=9), tmp_path / "final")
+    lm = load_model(ModelRequest(base, dtype=torch.float32, attention="sdpa"))
+    export_model(lm, load_tokenizer(base), Sources(base, base), tmp_path / "out", torch.float32, stop_id=9)
+    for place in ("final", "out"):
+        written = json.loads((tmp_path / place / "generation_config.json").read_text())
+        assert written["eos_token_id"] == [2, 9] and written.items() >= odd.items()
+
+
 def test_others_may_read_what_was_exported(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
     export_from(adapter, tiny_model, tmp_path / "out")
     closed = [

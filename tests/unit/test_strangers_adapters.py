@@ -31,13 +31,13 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return write_tiny_model(tmp_path_factory.mktemp("base") / "model", tied=request.param)
 
 
-def write_adapter(base: Path, folder: Path, *, tokens: int = 0, **settings) -> torch.Tensor:
+def write_adapter(base: Path, folder: Path, *, tokens: int = 0, targets=LINEARS, **settings) -> torch.Tensor:
     """By PEFT alone; returns the logits that its model has."""
     lm = AutoModelForCausalLM.from_pretrained(base)
     torch.manual_seed(1)
     if tokens:
         lm.resize_token_embeddings(tokens)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=LINEARS, **settings)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, **settings)
     adapted = peft.get_peft_model(lm, config)
     with torch.no_grad():
         for parameter in adapted.parameters():
@@ -131,6 +131,21 @@ def test_a_tokenizer_that_came_with_an_adapter_goes_before_its_bases(base: Path,
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(base / name, tmp_path)
     assert find_trained(str(tmp_path), say=print).tokenizer_folder == tmp_path
+
+
+def test_an_adapter_beside_the_embedding_is_merged_into_the_embedding_alone(base: Path, tmp_path: Path, capsys) -> None:
+    """Where the head has the embedding's weights, it goes on with them as they were."""
+    wanted = write_adapter(base, tmp_path / "adapter", targets=[*LINEARS, "embed_tokens"])
+    assert duoka(["export", str(tmp_path / "adapter"), "-o", str(tmp_path / "out")]) == 0
+    lm = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.allclose(logits_of(lm), wanted, atol=1e-5) and not lm.config.tie_word_embeddings
+
+
+def test_layers_that_an_adapter_has_twice_stay_apart(base: Path, tmp_path: Path, capsys) -> None:
+    write_adapter(base, tmp_path / "adapter", layer_replication=[[0, 2], [1, 2]])
+    assert duoka(["export", str(tmp_path / "adapter"), "-o", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "layers twice" in said and "--adapter" in said
 
 
 def test_what_peft_does_not_merge_stays_apart(base: Path, tmp_path: Path, capsys) -> None:

@@ -23,7 +23,8 @@ MARK = "new_model.json"
 VOCABULARY_MULTIPLE = 64  # matrix products of odd widths are slow on GPUs
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
+    "chat_template.json",
 )  # fmt: skip
 MORE_TEMPLATES = "additional_chat_templates/*.jinja"  # one for tools, mostly
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from duoka.data.tokens.tokenizer import ChatTokenizer
-from duoka.errors import ConfigError, DuokaError, StorageError
+from duoka.errors import ConfigError, DuokaError, StorageError, typed
 from duoka.hub.base import write_base
 from duoka.hub.saving import without_deepspeed
 from duoka.model.build import load_model, quiet_loading
@@ -82,6 +82,13 @@ def check_target(folder: Path) -> None:
         raise ConfigError(
             f"{folder} exists and is not empty; nothing is overwritten", fix="name a new folder with -o, or remove it"
         )
+    is_disk = os.path.ismount(folder.resolve())
+    if is_disk or (folder.exists() and folder.samefile(Path())):
+        what = "a disk of its own" if is_disk else "the folder that you are in"
+        raise ConfigError(
+            f"{folder} is {what}: what is written gets its name when it is whole, and this place has its name already",
+            fix=f"write:   -o {typed(folder / 'model')}",
+        )
 
 
 def export_model(
@@ -124,6 +131,11 @@ def export_model(
 
 
 def _merge(adapted: torch.nn.Module) -> torch.nn.Module:
+    if any(getattr(one, "layer_replication", None) for one in adapted.peft_config.values()):  # type: ignore[union-attr, operator]
+        raise ConfigError(
+            "this adapter has some of the base's layers twice (layer_replication): merged, they would share weights",
+            fix="keep base and adapter apart: write   --adapter   to have the adapter alone",
+        )
     untie_adapted_head(adapted)
     try:
         return adapted.merge_and_unload(safe_merge=True)  # type: ignore[operator, no-any-return]
@@ -200,6 +212,7 @@ def _check_difference(exported: Exported, *, has_experts: bool) -> None:
 @contextlib.contextmanager
 def draft_of(folder: Path) -> Iterator[Path]:
     """A hidden folder that takes the name `folder` when the block ends well, and vanishes when it doesn't."""
+    folder = folder.resolve()  # a link stays one
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))

@@ -203,11 +203,11 @@ def _adapts_embedding(lm: torch.nn.Module) -> bool:
 
 
 def untie_adapted_head(adapted: torch.nn.Module) -> None:
-    """Give a head with an adapter weights of its own, where it has the embedding's: what is merged into it is the
-    head's alone."""
+    """Give the head weights of its own, where it has the embedding's and one of both has an adapter: what is merged
+    into one of them is not the other's."""
     core: Any = adapted.get_base_model()  # type: ignore[operator]
     embedding, head = core.get_input_embeddings(), core.get_output_embeddings()
-    base = getattr(head, "base_layer", None)
+    base = getattr(head, "base_layer", head if len(getattr(embedding, "lora_embedding_A", ())) else None)
     if base is None or all(base.weight is not one for one in embedding.parameters()):
         return
     base.weight = torch.nn.Parameter(base.weight.detach().clone(), requires_grad=False)

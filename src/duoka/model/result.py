@@ -12,11 +12,13 @@ from pathlib import Path
 import torch
 
 from duoka.hub.base import write_base
-from duoka.hub.new_model import copy_tokenizer_files
+from duoka.hub.new_model import MORE_TEMPLATES, copy_tokenizer_files
 from duoka.hub.saving import without_deepspeed
 from duoka.model.dtypes import stays_wide
 from duoka.model.lora import save_adapter
-from duoka.runs.folder import apply_umask
+from duoka.runs.folder import apply_umask, read_json
+
+_READ_AS = "_original_object_hash"  # transformers' name of it
 
 
 def write_result(
@@ -99,8 +101,14 @@ def add_stop_token(lm: torch.nn.Module, stop_id: int | None) -> None:
         return
     named = settings.eos_token_id
     known = list(named) if isinstance(named, (list, tuple)) else [] if named is None else [named]
-    if stop_id not in known:
-        settings.eos_token_id = [*known, stop_id] if known else stop_id
+    if stop_id in known:
+        return
+    before = hash(settings)
+    settings.eos_token_id = [*known, stop_id] if known else stop_id
+    # transformers writes a published file's contradictions (a temperature without sampling) back as they were read, and
+    # refuses them in one that was changed: by its mark this one counts as read, since nothing else did change.
+    if getattr(settings, _READ_AS, None) == before:
+        setattr(settings, _READ_AS, hash(settings))
 
 
 def base_dtype(folder: Path) -> torch.dtype:
@@ -114,4 +122,15 @@ def copy_tokenizer(source: Path, target: Path, chat_template: str | None = None)
     """A model without its tokenizer and chat template is half a model; a server must format prompts as training did."""
     copy_tokenizer_files(source, target)
     if chat_template is not None:
+        _forget_templates(target)
         (target / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+
+
+def _forget_templates(folder: Path) -> None:
+    """The tokenizer's own, one for tools above all, would be read beside another that training used for everything."""
+    shutil.rmtree(folder / MORE_TEMPLATES.split("/")[0], ignore_errors=True)
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    file = folder / "tokenizer_config.json"
+    settings = read_json(file) or {}
+    if settings.pop("chat_template", None) is not None:
+        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

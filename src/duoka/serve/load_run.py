@@ -18,7 +18,7 @@ from duoka.config.load import load_config
 from duoka.config.schema import LoraConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError, Faults, typed
 from duoka.hub.base import other_base, read_base, read_identity, refuse_other_base
-from duoka.hub.models import find_model, has_tokenizer, model_folder
+from duoka.hub.models import find_model, has_tokenizer, model_folder, resolve_tokenizer
 from duoka.hub.models import gives_scores as folder_gives_scores
 from duoka.runs.find import last_of_stages
 from duoka.runs.folder import RunFolder, read_json
@@ -53,6 +53,8 @@ class Trained:
         """The folder whose tokenizer belongs to it: PEFT writes none beside an adapter."""
         if self.adapter is not None and not has_tokenizer(self.adapter):
             return self.base
+        if self.checkpoint is not None and self.config is not None:  # which may name another than the base's
+            return resolve_tokenizer(self.config.model, self.config_base, self.base)
         return self.adapter or self.full or self.base
 
     @property

@@ -26,6 +26,7 @@ def import_model(folder: Path, model: str, target: Path) -> Found:
     if (base / "generation_config.json").is_file():  # what ends an answer stands there, and not in every config
         lm.generation_config = GenerationConfig.from_pretrained(base)
     weights = named_as(found.weights, lm.state_dict(keep_vars=True))
+    target = target.resolve()  # a link stays one
     target.parent.mkdir(parents=True, exist_ok=True)
     write_result(lm, base, target, weights, dtype=torch.float32)
     return found
