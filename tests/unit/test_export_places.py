@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from duoka.cli import run as duoka
 from duoka.config.schema import DataConfig, DataSource, ModelConfig, RunConfig
 from duoka.data.tokens.tokenizer import load_tokenizer
+from duoka.hub.models import check_model
 from duoka.model.result import copy_tokenizer
 from duoka.serve.load_run import Trained
 
@@ -76,3 +77,25 @@ def test_no_template_of_the_base_stays_beside_the_one_of_training(tmp_path: Path
     ours, theirs = load_tokenizer(out), AutoTokenizer.from_pretrained(out)
     assert ours.template == ours.tool_template == theirs.chat_template == CHATML
     assert ours.special_tokens == load_tokenizer(base).special_tokens
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("mp_rank_00_model_states.pt", "duoka import-checkpoint"),
+        ("pytorch_model_fsdp_0/__0_0.distcp", "accelerate merge-weights"),
+        ("model_000010.pt", "write a folder with config.json"),
+    ],
+    ids=["DeepSpeed", "FSDP", "nanochat"],
+)
+def test_a_checkpoint_of_another_tool_is_no_model_and_what_makes_one_of_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, words: str
+) -> None:
+    place = tmp_path / "there" / file
+    place.parent.mkdir(parents=True)
+    place.write_bytes(b"")
+    assert duoka(["export", str(tmp_path / "there"), "-o", str(tmp_path / "out")]) == 2
+    assert words in capsys.readouterr().err
+    data = DataConfig(train=(DataSource(name="identity"),))
+    (fault,) = check_model(RunConfig(model=ModelConfig(name=str(tmp_path / "there")), data=data), tmp_path)
+    assert words in fault.fix

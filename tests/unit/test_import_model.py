@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from tiny import write_tiny_model
 from transformers import AutoModelForCausalLM
 
-from duoka.errors import StorageError
+from duoka.errors import ConfigError, StorageError
 from duoka.store.deepspeed_files import read_deepspeed
 from duoka.store.import_model import import_model
 
@@ -37,3 +38,25 @@ def test_files_of_another_form_are_refused_by_name(tmp_path: Path, held: object)
     with pytest.raises(StorageError, match="written otherwise than the versions of DeepSpeed") as refused:
         read_deepspeed(tmp_path)
     assert "zero_to_fp32.py" in str(refused.value)
+
+
+def test_a_model_with_adapters_beside_it_is_named_as_one(tmp_path: Path) -> None:
+    base = write_tiny_model(tmp_path / "base")
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+    torch.save({"module": adapted.state_dict(), "global_steps": 3}, tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(ConfigError, match="adapters beside it") as refused:
+        import_model(tmp_path, str(base), tmp_path / "new")
+    assert "adapter_model.safetensors" in (refused.value.fix or "") and not (tmp_path / "new").exists()
+
+
+def test_what_goes_to_a_link_lies_where_it_points_and_leaves_nothing_else(tmp_path: Path) -> None:
+    base = write_tiny_model(tmp_path / "base")
+    (tmp_path / "saved").mkdir()
+    module = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    torch.save({"module": module, "global_steps": 3}, tmp_path / "saved" / "mp_rank_00_model_states.pt")
+    (tmp_path / "place").mkdir()
+    (tmp_path / "link").symlink_to("place")
+    import_model(tmp_path / "saved", str(base), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "place" / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "link", "place", "saved"]

@@ -154,3 +154,18 @@ def test_what_peft_does_not_merge_stays_apart(base: Path, tmp_path: Path, capsys
     said = capsys.readouterr().err
     assert "PEFT does not merge this adapter" in said and "--adapter" in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("named", ["", None, "gone"])
+def test_an_adapter_whose_base_is_not_known_takes_no_other(
+    base: Path, tmp_path: Path, named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name of no letters is the folder that one is in, which may well hold a model."""
+    write_adapter(base, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": named}))
+    monkeypatch.chdir(base)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="trained on") as refused:
+        find_trained(str(tmp_path / "adapter"), say=print)
+    assert "base_model_name_or_path" in (refused.value.fix or "")

@@ -20,7 +20,7 @@ from urllib.request import getproxies
 from duoka.config.adapters import check_adapters
 from duoka.config.paths import given_path, is_folder, is_there
 from duoka.config.schema import ModelConfig, RunConfig
-from duoka.errors import ConfigError, Fault
+from duoka.errors import ConfigError, Fault, typed
 from duoka.hub.adapter_files import check_fit
 from duoka.hub.demo_model import INSTALL, convert_demo_model, missing_packages
 from duoka.hub.new_model import MORE_TEMPLATES, TOKENIZER_FILES, new_model_folder, scratch_folder
@@ -202,7 +202,7 @@ def _check_folder(folder: Path, model: ModelConfig) -> list[Fault]:
     if (folder / "adapter_config.json").is_file() and not config.is_file():
         return fault("which holds an adapter, not a model", "name the base model here")
     if not config.is_file():
-        return fault("which is no model: it has no config.json", _WRITE)
+        return fault(*_no_model(folder))
     try:
         facts = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -227,6 +227,30 @@ def _check_folder(folder: Path, model: ModelConfig) -> list[Fault]:
     if not has_tokenizer(folder):
         return fault("which has no tokenizer", "copy tokenizer.json and tokenizer_config.json beside the weights")
     return []
+
+
+def _no_model(folder: Path) -> tuple[str, str]:
+    """What a folder without a config.json is, and what makes a model of it."""
+    if (folder / "latest").is_file() or any(folder.glob("*model_states.pt")):
+        return (
+            "which holds a checkpoint of DeepSpeed",
+            f"make a model of it:   duoka import-checkpoint {typed(folder)} --model BASE -o DIR",
+        )
+    if any(folder.glob("*.distcp")) or any(folder.glob("*/*.distcp")):
+        shards = next((path.parent for path in folder.glob("*/*.distcp")), folder)
+        return (
+            "which holds the shards of a distributed checkpoint (*.distcp)",
+            f"make a model of them:   accelerate merge-weights {typed(shards)} DIR   and put config.json and the "
+            "tokenizer beside them",
+        )
+    return "which is no model: it has no config.json", _WRITE
+
+
+def refuse_no_model(folder: Path) -> None:
+    """Refuse a folder without a config.json, which every reader would miss in words of its own."""
+    if not (folder / "config.json").is_file():
+        what, fix = _no_model(folder)
+        raise ConfigError(f"{folder} is a folder {what}", fix=fix)
 
 
 def has_tokenizer(folder: Path) -> bool:

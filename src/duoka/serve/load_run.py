@@ -18,7 +18,7 @@ from duoka.config.load import load_config
 from duoka.config.schema import LoraConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError, Faults, typed
 from duoka.hub.base import other_base, read_base, read_identity, refuse_other_base
-from duoka.hub.models import find_model, has_tokenizer, model_folder, resolve_tokenizer
+from duoka.hub.models import find_model, has_tokenizer, model_folder, refuse_no_model, resolve_tokenizer
 from duoka.hub.models import gives_scores as folder_gives_scores
 from duoka.runs.find import last_of_stages
 from duoka.runs.folder import RunFolder, read_json
@@ -91,14 +91,30 @@ def find_trained(name: str, *, step: int | None = None, say: Say) -> Trained:
     if (folder / "adapter_config.json").is_file():
         facts = read_json(folder / "adapter_config.json") or {}
         base_name = str(facts.get("base_model_name_or_path") or "")
-        base = model_folder(ModelConfig(name=base_name), folder, say)
+        base = _base_of_adapter(name, folder, base_name, say)
         refuse_other_base(name, read_base(folder), base)
         return Trained(name, base, base_name, adapter=folder)
     try:
         base = model_folder(ModelConfig(name=name), Path(), say)
-        return Trained(name, base, str(base))
     except ConfigError as error:
         raise ConfigError(f"{name!r} is neither a run nor a model: {error.what}", fix=_list_runs()) from None
+    refuse_no_model(base)
+    return Trained(name, base, str(base))
+
+
+def _base_of_adapter(name: str, folder: Path, base_name: str, say: Say) -> Path:
+    """The model that the adapter in `folder` says it belongs to."""
+    fix = "write its folder or Hub id into adapter_config.json (base_model_name_or_path)"
+    if not base_name:
+        raise ConfigError(f"{name!r} is an adapter that does not say which model it was trained on", fix=fix)
+    try:
+        base = model_folder(ModelConfig(name=base_name), folder, say)
+        refuse_no_model(base)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the adapter in {name!r} was trained on {base_name!r}, which is not here", where=error.what, fix=fix
+        ) from None
+    return base
 
 
 def find_trained_on(model: str, adapters: Sequence[str], *, say: Say) -> Trained:

@@ -230,6 +230,12 @@ def _universal(folder: Path, first: Mapping[str, Any]) -> dict[str, torch.Tensor
 
 def named_as(weights: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The weights under a model's names, however DeepSpeed's script had wrapped it. Raises ConfigError."""
+    if adapted := [name for name in weights if ".lora_A." in name or ".lora_embedding_A" in name]:
+        raise ConfigError(
+            "these weights are of a model with adapters beside it, which are not merged here",
+            where=f"{adapted[0]} and {len(adapted) - 1:,} more",
+            fix="name what PEFT wrote beside it (adapter_model.safetensors):   duoka export FOLDER -o DIR",
+        )
     for start in ("", *_beginnings(weights)):
         named = {name.removeprefix(start): value for name, value in weights.items() if name.startswith(start)}
         if named.keys() & wanted.keys():
