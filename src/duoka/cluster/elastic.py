@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
 import socket
 import time
@@ -25,7 +24,7 @@ from duoka.cluster.ranks import RankPlace, Ranks, node_environment
 from duoka.cluster.supervise import Request, listen_to_signals, write_end
 from duoka.cluster.verdict import INTERRUPTED, LEFT_AT_ONCE, Kind, Verdict, stopped, verdict_of
 from duoka.errors import ConfigError, DuokaError, StorageError, WorkerFailed
-from duoka.process.interface import interface_environment
+from duoka.process.interface import find_addresses, interface_environment, is_loopback
 from duoka.process.lifeline import JOINS, QUIET
 from duoka.process.rank import LOGS_FOLDER, NUM_RESTARTS
 from duoka.units import format_seconds
@@ -131,21 +130,21 @@ def _hold_meeting(rules: Rules, spec: Spec) -> Iterator[Meeting | None]:
 
 def open_listener(rules: Rules) -> socket.socket | None:
     try:
-        family, _, _, _, address = socket.getaddrinfo(rules.host, rules.port, type=socket.SOCK_STREAM)[0]
+        family, (found, _, *scope) = find_addresses(rules.host)[0]
     except OSError as error:
         raise ConfigError(
             f"the rendezvous address is {rules.host}, which does not resolve: {error.strerror}",
             fix="write the address of one of them; hostname -I prints a machine's own",
         ) from None
-    if ipaddress.ip_address(address[0]).is_loopback and not os.environ.get(ALLOW_LOOPBACK):
+    if is_loopback(found) and not os.environ.get(ALLOW_LOOPBACK):
         raise ConfigError(
-            f"the rendezvous address is {rules.host}, which here is {address[0]}: no other machine can connect to that",
+            f"the rendezvous address is {rules.host}, which here is {found}: no other machine can connect to that",
             fix="write the machine's address in your network (hostname -I prints it), or mend the name in /etc/hosts",
         )
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(address)
+        listener.bind((found, rules.port, *scope))
         listener.listen(64)
         return listener
     except OSError as error:

@@ -82,10 +82,10 @@ def wait_for_name(
         time.sleep(ASK_NAME_EVERY_S)
 
 
-def check_port(port: int) -> None:
+def check_port(port: int, fix: str = "leave --port (or MASTER_PORT) out: a free one is taken") -> None:
     """Refuse a port that is taken, with the process that has it."""
     if not 1 <= port <= 65535:
-        raise ConfigError(f"--port is {port}; ports are 1 to 65535", fix="leave --port out: a free one is taken")
+        raise ConfigError(f"--port is {port}; ports are 1 to 65535", fix=fix)
     with socket.socket() as listener:
         # A port whose last connections are still closing down can be listened on: that is not "taken".
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -99,7 +99,7 @@ def check_port(port: int) -> None:
             raise ConfigError(
                 f"port {port} is taken" if owner else f"port {port} cannot be used: {error.strerror}",
                 where=f"by {owner}" if owner else None,
-                fix="leave --port out: a free one is taken",
+                fix=fix,
             ) from None
 
 

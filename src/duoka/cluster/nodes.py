@@ -6,7 +6,6 @@ before anything starts. `FixedNodes` starts this machine's ranks, each with its 
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import time
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from duoka.cluster.supervise import Request, listen_to_signals
 from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, LEFT_AT_ONCE, Kind, Verdict, failed, stopped
 from duoka.errors import ConfigError, Fault, Faults
 from duoka.process.exits import ENDED_BY_STOP, RankExit
-from duoka.process.interface import interface_environment, is_own_address
+from duoka.process.interface import interface_environment, is_own_address, means_loopback
 from duoka.runs.folder import RunFolder
 from duoka.runs.stop_request import write_stop_request
 from duoka.units import parse_seconds
@@ -59,6 +58,8 @@ class Flags:
 def read_node_start(flags: Flags, env: Mapping[str, str] = os.environ) -> NodeStart:
     """What the environment asks for beside the flags. Raises Faults with all that is wrong or contradictory."""
     given = {name: env[name].strip() for name in START_NAMES if env.get(name, "").strip()}
+    if "MASTER_ADDR" in given:
+        given["MASTER_ADDR"] = given["MASTER_ADDR"].strip("[]")  # torch knows no brackets around IPv6 addresses
     read = _Reader(given, env)
     num_nodes = read.whole("NNODES", 1, least=1)
     node = read.whole("NODE_RANK", 0)
@@ -178,20 +179,12 @@ class _Reader:
             self.refuse("MASTER_PORT is not given: all nodes need the same one", f"write on all nodes:   {example}")
 
     def _refuse_loopback(self, name: str, address: str) -> None:
-        if _is_loopback(address) and not self.env.get(ALLOW_LOOPBACK):
+        if means_loopback(address) and not self.env.get(ALLOW_LOOPBACK):
             self.refuse(
                 f"{name} is {address}, the loopback address: on each node it means that node itself",
                 "write the first node's address in your network (hostname -I prints it); to try it out on one machine, "
                 f"set {ALLOW_LOOPBACK}=1 too",
             )
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        found = ipaddress.ip_address(address.strip("[]"))
-    except ValueError:
-        return address.lower() in ("localhost", "localhost.localdomain")
-    return found.is_loopback or found.is_unspecified
 
 
 @dataclass(frozen=True)
@@ -208,7 +201,11 @@ class FixedNodes:
 
     def check(self) -> None:
         if self.node == 0:
-            check_port(self.master_port)
+            check_port(
+                self.master_port,
+                "write another one on all nodes, such as MASTER_PORT=29501; under srun start the step again: the next "
+                "one has another",
+            )
         elif is_own_address(self.master_addr) and not os.environ.get(ALLOW_LOOPBACK):
             raise ConfigError(
                 f"NODE_RANK is {self.node} here, and MASTER_ADDR={self.master_addr} is this machine's own address",
