@@ -176,6 +176,14 @@ PLACE = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "r-node-0-0.r", "MASTER
         ({**PET, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"},
          {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}),
         ({"RANK": "1", "WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2"}),
+        # LLaMA-Factory's line where a cluster counts machines: NNODES=$WORLD_SIZE NODE_RANK=$RANK.
+        *[
+            ({**where, "RANK": rank, "WORLD_SIZE": size, "NNODES": size, "NODE_RANK": rank},
+             {"NNODES": size, "NODE_RANK": rank})
+            for where in ({}, IN_POD) for rank, size in (("1", "2"), ("0", "1"))
+        ],
+        ({"RANK": "3", "WORLD_SIZE": "4", "NNODES": "2", "NODE_RANK": "1"},
+         {"RANK": "3", "WORLD_SIZE": "4", "NNODES": "2", "NODE_RANK": "1"}),
     ],
 )  # fmt: skip
 def test_a_pods_variables_are_a_place(given: dict[str, str], expected: dict[str, str]) -> None:

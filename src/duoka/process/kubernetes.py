@@ -26,13 +26,20 @@ def adopt_pod_place(env: MutableMapping[str, str]) -> None:
             env.setdefault(name, value)
     elif IN_POD in env and "RANK" in env and "WORLD_SIZE" in env and "NNODES" not in env:
         env["NNODES"], env["NODE_RANK"] = env["WORLD_SIZE"], env["RANK"]
-    else:
+    elif not _counts_nodes(env):
         _adopt_index(env)
         return
     # Of pods, not of processes: they would be taken for a rank's.
     env.pop("RANK", None)
     env.pop("WORLD_SIZE", None)
     _adopt_index(env)
+
+
+def _counts_nodes(env: Mapping[str, str]) -> bool:
+    """Whether RANK and WORLD_SIZE are those of machines, as some clusters set them, and the line of LLaMA-Factory's
+    guide for these: NNODES=$WORLD_SIZE NODE_RANK=$RANK."""
+    place = (env.get("NNODES", "").strip(), env.get("NODE_RANK", "").strip())
+    return "" not in place and place == (env.get("WORLD_SIZE"), env.get("RANK"))
 
 
 def _adopt_index(env: MutableMapping[str, str]) -> None:
