@@ -98,6 +98,9 @@ class Server(ThreadingHTTPServer):
         self.service = service
         self.num_answering = 0  # requests whose answer has not been sent, computed or not
         self._counting = threading.Lock()
+        # IPv4 where the host has it: clients of `localhost` try that too, and nobody types [::1].
+        kinds = {one[0] for one in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)} if address[0] else set()
+        self.address_family = socket.AF_INET6 if kinds == {socket.AF_INET6} else socket.AF_INET
         super().__init__(address, Handler)
 
     @contextlib.contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -124,16 +126,19 @@ def open_server(service: Service, settings: Settings) -> Server:
     try:
         return Server((settings.host, settings.port), service)
     except OSError as error:
+        fix = "choose another one: --port 8001   (0: any that is free)"
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            fix = "--host is an address of this machine: 127.0.0.1, or for all of its networks 0.0.0.0 or ::"
         raise ConfigError(
-            f"port {settings.port} of {settings.host} cannot be opened: {error.strerror or error}",
-            fix="choose another one: --port 8001   (0: any that is free)",
+            f"port {settings.port} of {settings.host} cannot be opened: {error.strerror or error}", fix=fix
         ) from None
 
 
 def describe_server(server: Server, settings: Settings, tokens: int) -> list[str]:
     service = server.service
     host, port = settings.host, server.server_address[1]
-    address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    address = f"http://{f'[{near}]' if ':' in near else near}:{port}"
     lines = [
         f"serving {', '.join(service.facts.models)}",
         f"  API         {address}/v1   (OpenAI's: chat, completions, embeddings, models)",
