@@ -215,6 +215,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return int(code or 0)
     except click.ClickException as error:
+        from duoka.process.place import let_rank_0_speak
+
+        let_rank_0_speak()
         print_error(framed(usage_lines(error)))
         return 2
     except (click.Abort, KeyboardInterrupt):

@@ -22,15 +22,14 @@ def command() -> None:
 def test(nproc: int | None, size: str, rounds: int, backend: str, timeout: str, as_json: bool) -> int:
     """Run every collective, check its values, and print bytes, time and bus bandwidth.
 
-    Starts its own processes here; in a world that torchrun or Slurm started (also over several machines), it tests
-    that world.
+    Starts its own processes here; in a world that torchrun, srun or mpirun started (also over several machines), it
+    tests that world.
     """
-    from duoka.process.environ import read_rank_environment
+    from duoka.cli.worlds import find_part, run_same_command
 
-    place = read_rank_environment()
+    part = find_part(nproc)
     buffer_bytes = _parse_size(size)
-    if place is None:
-        from duoka.cli.worlds import run_same_command
+    if part.place is None:
         from duoka.cluster.launch import count_processes
         from duoka.plan.hardware import read_machine
 
@@ -38,9 +37,9 @@ def test(nproc: int | None, size: str, rounds: int, backend: str, timeout: str, 
         if backend == "nccl" or (backend == "auto" and num_gpus):
             num_processes = count_processes(nproc, num_gpus)
         else:
-            num_processes = nproc or 2
+            num_processes = nproc or (1 if part.node else 2)
         options = [f"--size={size}", f"--rounds={rounds}", f"--backend={backend}", f"--timeout={timeout}"]
-        return run_same_command(["comm", "test", *options, *(["--json"] if as_json else [])], num_processes)
+        return run_same_command(["comm", "test", *options, *(["--json"] if as_json else [])], num_processes, part)
     from duoka.bench.collectives import check_collectives
     from duoka.comm.world import end_world, start_world
     from duoka.config.schema import ParallelConfig

@@ -25,26 +25,26 @@ def command(
     A vector is the mean of the model's last hidden states over the text's tokens. Each process holds the model once.
     """
     from duoka.cli.chat import say
-    from duoka.cli.worlds import run_same_command
+    from duoka.cli.worlds import find_part, run_same_command
     from duoka.cluster.launch import count_processes
     from duoka.errors import ConfigError
     from duoka.plan.hardware import read_machine
-    from duoka.process.environ import read_rank_environment
     from duoka.serve.embed import embed, read_texts
     from duoka.serve.load_run import find_trained
 
-    place = read_rank_environment()
+    part = find_part(nproc)
     path = output or file.with_name(file.name + ".npy")
     if path.suffix != ".npy":
         raise ConfigError(f"-o is {path}; a NumPy file is written", fix="write a name that ends in .npy")
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {path.parent}", fix="make it, or write -o elsewhere")
     texts = read_texts(file)
-    trained = find_trained(target, say=say if place is None else lambda text: None)
-    if place is None and (num_processes := count_processes(nproc, len(read_machine().gpus))) > 1:
+    trained = find_trained(target, say=say if part.speaks else lambda text: None)
+    num_processes = count_processes(nproc, len(read_machine().gpus)) if part.place is None else 1
+    if part.starts(num_processes):
         given = ["-o", str(path), f"--max-length={max_length}", f"--precision={precision}"]
         given += ["--base"] if base else []
-        return run_same_command(["embed", target, str(file), *given], num_processes)
+        return run_same_command(["embed", target, str(file), *given], num_processes, part)
     done = embed(trained, texts, path, max_length=max_length, precision=precision, base_only=base)
     if done is not None:
         click.echo("\n".join(done.lines()))

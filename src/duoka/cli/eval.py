@@ -54,27 +54,23 @@ def command(
     from duoka.cli.chat import say
     from duoka.cli.eval_tasks import TaskFlags, score
     from duoka.cli.target import find_target
-    from duoka.process.environ import read_rank_environment
-    from duoka.process.lifeline import parent_pid
+    from duoka.cli.worlds import find_part, run_same_command
 
     flags = TaskFlags(**task_flags)
     asked_tasks = flags.read(precision, names)
-    place = read_rank_environment()
-    # Notes are printed once: by the process that the user started, or by rank 0 under a foreign launcher.
-    quiet = as_json or (place is not None and (place.rank > 0 or parent_pid() is not None))
-    speak = _silence if quiet else say
+    part = find_part(nproc)
+    place = part.place
+    speak = say if part.speaks and not as_json else _silence
     trained, asked = find_target(target, overrides, "eval", checkpoint, speak)
     read = _DataOf(trained, names, None if names else asked, precision, speak)
     num_processes = _count_processes(nproc) if place is None else 1
-    if num_processes > 1:
-        from duoka.cli.worlds import run_same_command
-
+    if part.starts(num_processes):
         if asked_tasks is None:
             read()  # once, before there are ranks, which would wait for it
         given = [*overrides, *(f"--data={name}" for name in names), *(["--base"] if base else []), *flags.words()]
         given += [f"--checkpoint={checkpoint}"] if checkpoint is not None else []
         given += [f"--precision={precision}", *(["--json"] if as_json else [])]
-        return run_same_command(["eval", target, *given], num_processes)
+        return run_same_command(["eval", target, *given], num_processes, part)
     if asked_tasks is not None:
         is_first = place is None or place.rank == 0
         return score(trained, asked_tasks, flags.folder(trained), speak, base=base, as_json=as_json, speaks=is_first)

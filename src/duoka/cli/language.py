@@ -25,4 +25,4 @@ def framed(lines: Sequence[str], exit_code: int = 0) -> list[str]:
     for line in lines:
         kind, colon, rest = line.partition(": ")
         out.append(f"{KINDS[kind]}：{rest}" if kind in KINDS and colon else KINDS.get(line, line))
-    return [*out, f"  中文说明：   duoka explain {exit_code}"] if exit_code else out
+    return [*out, f"  中文说明：   duoka explain {exit_code}"] if exit_code and out else out

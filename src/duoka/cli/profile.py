@@ -33,19 +33,19 @@ def command(
     The speed and the phases are those of steps without the profiler.
     """
     from duoka.cli.prepare import Say, load_checked
-    from duoka.cli.worlds import run_same_command
+    from duoka.cli.worlds import find_part, run_same_command
     from duoka.cluster.launch import count_processes
     from duoka.cluster.run_lock import find_run_folder
     from duoka.data.prepare import prepare_data
     from duoka.hub.models import model_folder
     from duoka.plan.hardware import read_machine
     from duoka.process.allocator import allocator_environment
-    from duoka.process.environ import read_rank_environment
 
-    place, machine = read_rank_environment(), read_machine()
-    size = place.size if place else count_processes(nproc, len(machine.gpus))
-    says = place is None and not as_json
-    loaded = load_checked(config, overrides, machine, size, local_size=place.local_size if place else size, say=says)
+    part, machine = find_part(nproc), read_machine()
+    place = part.place
+    local = place.local_size if place else count_processes(nproc, len(machine.gpus))
+    size = place.size if place else local * part.num_nodes
+    loaded = load_checked(config, overrides, machine, size, local_size=local, say=part.speaks and not as_json)
     run = find_run_folder(loaded)
     folder = Path(out) if out else run.path.with_name(f"{run.path.name}-profile")
     if place is not None:
@@ -56,8 +56,8 @@ def command(
     shared = [f"--steps={steps}", f"--out={folder.resolve()}", *(["--json"] if as_json else [])]
     # One process too is started anew where training's would have another heap: a fifth of a step may lie there.
     heap = {} if machine.gpus else allocator_environment(keeps=not loaded.config.parallel.offloads.uses_disk)
-    if size > 1 or heap:
-        return run_same_command(["profile", config, *overrides, *shared], size, heap)
+    if part.starts(local) or heap:
+        return run_same_command(["profile", config, *overrides, *shared], local, part, heap)
     os.environ.setdefault("OMP_NUM_THREADS", str(machine.num_cores))
     return _work(config, overrides, steps, folder, as_json)
 

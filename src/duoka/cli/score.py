@@ -27,25 +27,25 @@ def command(
     on any number of processes.
     """
     from duoka.cli.chat import say
-    from duoka.cli.worlds import run_same_command
+    from duoka.cli.worlds import find_part, run_same_command
     from duoka.cluster.launch import count_processes
     from duoka.errors import ConfigError
     from duoka.plan.hardware import read_machine
-    from duoka.process.environ import read_rank_environment
     from duoka.serve.load_run import find_trained
     from duoka.serve.score import read_answers, score
 
-    place = read_rank_environment()
-    speak = say if place is None else lambda text: None
+    part = find_part(nproc)
+    speak = say if part.speaks else lambda text: None
     trained = find_trained(target, say=speak)
     path = output or (trained.run.path / "scores.jsonl" if trained.run is not None else Path("scores.jsonl"))
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {path.parent}", fix="make it, or write -o elsewhere")
     prepared = read_answers(trained, data, max_length=max_length, say=speak)
-    if place is None and (num_processes := count_processes(nproc, len(read_machine().gpus))) > 1:
+    num_processes = count_processes(nproc, len(read_machine().gpus)) if part.place is None else 1
+    if part.starts(num_processes):
         given = ["-o", str(path), f"--precision={precision}"]
         given += [] if max_length is None else [f"--max-length={max_length}"]
-        return run_same_command(["score", target, data, *given], num_processes)
+        return run_same_command(["score", target, data, *given], num_processes, part)
     done = score(trained, prepared, path, precision=precision)
     if done is not None:
         click.echo("\n".join(done.lines()))

@@ -63,7 +63,7 @@ def command(
     from duoka.errors import ConfigError
     from duoka.process.environ import read_rank_environment
     from duoka.process.kubernetes import lonely_pod
-    from duoka.process.place import adopt_place
+    from duoka.process.place import adopt_place, refused_once
     from duoka.process.slurm import unused_nodes
 
     adopt_place(os.environ)
@@ -85,11 +85,12 @@ def command(
             return train_on(found, config, overrides, Flags(**flags), dry_run=dry_run)
         return start_here(config, overrides, Flags(**flags), dry_run=dry_run)
     if any(flags.values()) or dry_run or slurm or k8s or typed != HostFlags():
-        raise ConfigError(
+        error = ConfigError(
             "--nproc, --nodes, --hosts, --dry-run and the like start a world, and this process is part of one already",
             where="RANK and WORLD_SIZE are set in the environment",
             fix="leave the flags to the launcher, or unset these variables",
         )
+        raise refused_once(error)
     return _be_a_rank(config, overrides, place)
 
 

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from duoka.process.environ import RankEnvironment
     from duoka.runs.folder import RunFolder
 
-# Under a foreign launcher every rank finds the same fault: rank 0 prints it, and the launcher then ends the others.
-_RANK_0_SPEAKS_S = 3.0
-
 
 def work_for_supervisor(config: str, rank: int) -> int:
     """A rank of a world that duoka started: the config is resolved, the folder is ready, errors go to the parent."""
@@ -42,6 +39,7 @@ def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) 
     from duoka.errors import DuokaError
     from duoka.plan.hardware import read_machine
     from duoka.process.lifeline import launcher_speaks
+    from duoka.process.place import RANK_0_SPEAKS_S
     from duoka.runs.failure import write_failure
 
     machine, quiet = read_machine(), launcher_speaks()
@@ -51,7 +49,7 @@ def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) 
         )
     except DuokaError:
         if place.rank != 0:
-            time.sleep(_RANK_0_SPEAKS_S)
+            time.sleep(RANK_0_SPEAKS_S)
         raise
     run = find_run_folder(loaded)
     try:

@@ -44,6 +44,11 @@ def mpi_variables(env: Mapping[str, str]) -> dict[str, str]:
     return found | {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(max(1, cores // local_size)))}
 
 
+def mpi_rank(env: Mapping[str, str]) -> str:
+    """As mpirun says it, also where nothing else is known; empty outside of its jobs."""
+    return env.get(_OPEN_MPI[0]) or ("" if "SLURM_STEP_ID" in env else env.get(_PMI[0], ""))
+
+
 def _refuse_unknown(env: Mapping[str, str]) -> None:
     """One of several whose place on the machine nothing tells would train alone, in the folder of the others."""
     if env.get("PMI_SIZE", "1") in ("", "0", "1") or "SLURM_STEP_ID" in env:

@@ -6,18 +6,68 @@ is a rank, where a command would be a launcher.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping, MutableMapping
 
+from duoka.errors import ConfigError
 from duoka.process.kubernetes import adopt_pod_place
-from duoka.process.mpi import mpi_variables
-from duoka.process.slurm import slurm_variables
+from duoka.process.lifeline import parent_pid
+from duoka.process.mpi import mpi_rank, mpi_variables
+from duoka.process.slurm import slurm_variables, task_of_several
+
+# Under a foreign launcher every rank finds the same fault: rank 0 prints it, and most launchers then end the others.
+RANK_0_SPEAKS_S = 3.0
 
 
 def adopt_place(env: MutableMapping[str, str]) -> None:
     """Set what mpirun, srun or Kubernetes say of this process; a place that was given already stays."""
-    env.update(mpi_variables(env))  # first: mpirun in a Slurm job starts its helpers as a step
+    env.update(_read_mpi(env))  # first: mpirun in a Slurm job starts its helpers as a step
     env.update(slurm_variables(env))
     adopt_pod_place(env)
+
+
+def adopt_step(env: MutableMapping[str, str]) -> dict[str, str]:
+    """The same for commands that measure (`duoka eval`). Returns which of several nodes this is, where srun started one
+    task on each. A pod's place is left alone: people type such a command in one pod of a run."""
+    if "SLURM_PTY_PORT" in env:
+        return {}
+    found = _read_mpi(env) or slurm_variables(env)
+    if "NNODES" in found:
+        return found
+    env.update(found)
+    return {}
+
+
+class SaidByRank0(ConfigError):
+    """A fault of the command line or of the launcher, which are the same for all ranks: nothing is printed here."""
+
+    def lines(self) -> list[str]:
+        return []
+
+
+def refused_once(error: ConfigError, env: Mapping[str, str] = os.environ) -> ConfigError:
+    """What to raise in each process of a world that finds `error`: not every launcher ends the others."""
+    return SaidByRank0(error.what) if let_rank_0_speak(env) else error
+
+
+def let_rank_0_speak(env: Mapping[str, str] = os.environ) -> bool:
+    """To be called by who is about to print a fault that others of its world may find too: waits in all but rank 0, and
+    returns whether it is one of them. Our own launchers print once."""
+    if parent_pid(env) == os.getppid():
+        return False
+    rank = env["RANK"] if env.get("RANK", "").isdecimal() else mpi_rank(env) or task_of_several(env)
+    if rank in ("", "0"):
+        return False
+    time.sleep(RANK_0_SPEAKS_S)
+    return True
+
+
+def _read_mpi(env: Mapping[str, str]) -> dict[str, str]:
+    try:
+        return mpi_variables(env)
+    except ConfigError as error:
+        raise refused_once(error, env) from None
 
 
 def script_variables(env: Mapping[str, str]) -> dict[str, str]:

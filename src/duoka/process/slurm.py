@@ -22,9 +22,9 @@ def slurm_variables(env: Mapping[str, str]) -> dict[str, str]:
     """
     if any(name in env for name in ("RANK", "WORLD_SIZE", "NNODES", "NODE_RANK")):
         return {}
-    num_nodes, num_tasks = (_whole(env, f"SLURM_STEP_NUM_{what}") for what in ("NODES", "TASKS"))
-    if "SLURM_STEP_ID" not in env or env["SLURM_STEP_ID"] == _INTERACTIVE_STEP or num_tasks < 2:
+    if not task_of_several(env):
         return {}
+    num_nodes, num_tasks = (_whole(env, f"SLURM_STEP_NUM_{what}") for what in ("NODES", "TASKS"))
     meeting = {"MASTER_ADDR": find_address(first_node(env["SLURM_STEP_NODELIST"])), "MASTER_PORT": str(step_port(env))}
     if num_tasks == num_nodes:
         return {"NNODES": str(num_nodes), "NODE_RANK": env["SLURM_NODEID"], **meeting}
@@ -34,6 +34,12 @@ def slurm_variables(env: Mapping[str, str]) -> dict[str, str]:
         "RANK": env["SLURM_PROCID"], "LOCAL_RANK": env["SLURM_LOCALID"], "WORLD_SIZE": str(num_tasks),
         "LOCAL_WORLD_SIZE": str(counts[node]), "GROUP_RANK": str(node), **meeting,
     }  # fmt: skip
+
+
+def task_of_several(env: Mapping[str, str]) -> str:
+    """This task's number in a step that has more; else empty."""
+    in_step = "SLURM_STEP_ID" in env and env["SLURM_STEP_ID"] != _INTERACTIVE_STEP
+    return env.get("SLURM_PROCID", "0") if in_step and _whole(env, "SLURM_STEP_NUM_TASKS") > 1 else ""
 
 
 def unused_nodes(env: Mapping[str, str]) -> str:
