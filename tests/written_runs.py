@@ -34,6 +34,14 @@ def event_line(type: str, step: int, *, t: float | None = None, **values: object
     return json.dumps({**head, **values}, ensure_ascii=False) + "\n"
 
 
+def nonfinite_line(step: int) -> str:
+    """As training writes it of a batch that it leaves out: null, and what it was."""
+    return event_line(
+        "warning", step, text=f"step {step}: the loss is not finite; its 8 samples were left out (nonfinite.jsonl)",
+        loss=None, grad_norm=1.0, nonfinite={"loss": "nan"},
+    )  # fmt: skip
+
+
 def rank_line(rank: int, step: int, *, wait_s: float, memory_bytes: int = GIB, t: float | None = None) -> str:
     return (
         f'{{"v": 1, "type": "rank", "t": {T0 + step if t is None else t}, "rank": {rank}, "step": {step}, '

@@ -9,6 +9,9 @@ from safetensors.torch import load_file
 from tiny import write_conversations
 from worlds import leave_garbage, run_world, train_all
 
+from duoka.runs.folder import RunFolder
+from duoka.watch.history import read_history
+
 YAML = """
 model: {model}
 data: {{train: [{data}], eval: 0.1, max_length: 256}}
@@ -84,6 +87,7 @@ def test_a_batch_that_is_not_finite_is_left_out_on_every_split(runs, name):
     (note,) = notes_of(runs / name)
     assert note["step"] == 3 and note["did"] == "skip" and len(note["samples"]) == 8
     assert note["samples"] == notes_of(runs / "skip-1")[0]["samples"], "the same batch on any split"
+    assert read_history(RunFolder(runs / name)).nonfinite == [3], "the report and alerts hear of it"
     assert all(tensor.isfinite().all() for tensor in weights_of(runs / name).values())
     assert close(weights_of(runs / name), weights_of(runs / "skip-1"))
     assert not close(weights_of(runs / name), weights_of(runs / "whole-1")), "a step is missing"
@@ -125,6 +129,7 @@ def test_a_fault_that_repeats_is_left_out_after_going_back_once(runs):
     notes = notes_of(runs / "rollback-twice-1")
     assert [(note["step"], note["did"]) for note in notes] == [(6, "rollback"), (6, "skip")]
     assert 6 not in steps_of(runs / "rollback-twice-1")
+    assert read_history(RunFolder(runs / "rollback-twice-1")).nonfinite == [6]
     assert [note["did"] for note in notes_of(runs / "rollback-early-1")] == ["skip"], "there was nothing to go back to"
 
 

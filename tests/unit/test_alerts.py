@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import run_duoka
-from written_runs import event_line, loss_at, step_line, write_run
+from written_runs import event_line, loss_at, nonfinite_line, step_line, write_run
 
 from duoka.runs.folder import RunFolder, write_json_atomic
 from duoka.runs.status import leader_identity
@@ -114,6 +114,47 @@ def test_a_webhook_gets_json_and_one_that_never_answers_is_given_up(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert "did not answer" in post(f"http://127.0.0.1:{silent.getsockname()[1]}/", ALERT, limit_s=0.5)
     assert "failed" in post("http://127.0.0.1:9/", ALERT)
+
+
+def test_what_is_no_address_is_said_at_once_and_not_repeated():
+    """Its words have the address, and a webhook's address is a secret; a blank in it was said to be a late answer."""
+    for address in ("hooks.example/T0/s3cret", "http://127.0.0.1:9/T0/s3 cret", "http://127.0.0.1:port/s3cret"):
+        said = post(address, ALERT)
+        assert "no http or https address" in said and "s3" not in said, said
+
+
+def test_a_webhook_that_answers_something_else_than_http_has_failed_and_is_not_late():
+    with socket.create_server(("127.0.0.1", 0)) as rude:
+
+        def answer():
+            connection, _ = rude.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"220 mail.example ESMTP\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        said = post(f"http://127.0.0.1:{rude.getsockname()[1]}/", ALERT)
+        thread.join()
+    assert "no HTTP (BadStatusLine)" in said
+
+
+def test_a_batch_that_is_left_out_is_told(tmp_path):
+    """faults.nonfinite: skip and rollback log no step for it: a run's loss of no number was never told."""
+    run = running(tmp_path / "a")
+    watchman = Watchman(run)
+    append(run, nonfinite_line(41), *(step_line(step) for step in range(42, 50)))
+    [alert] = watchman.look()
+    assert alert.kind == "spike" and "the loss or gradient of step 41 was no number" in alert.text
+    append(run, nonfinite_line(50), step_line(51))
+    assert told(watchman) == [], "told once, and then not for a while"
+
+
+def test_a_batch_that_is_gone_back_for_is_told(tmp_path):
+    run = running(tmp_path / "a")
+    watchman = Watchman(run)
+    append(run, event_line("resume", 20, reason="back"), nonfinite_line(41), *(step_line(step) for step in (21, 22)))
+    assert told(watchman) == ["spike"]
 
 
 def test_only_one_process_tells_of_a_run(tmp_path):

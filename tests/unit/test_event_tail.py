@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from written_runs import step_line, write_run
 
 from duoka.runs.events import EventTail, EventWriter, global_log, rank_log, read_events, read_steps
 from duoka.runs.folder import RunFolder
@@ -138,3 +139,15 @@ def test_an_offset_that_is_beyond_the_file_begins_anew(tmp_path):
     assert len(tail.read()) == 1 and tail.replaced
     path.unlink()
     assert tail.read() == [], "between two files"
+
+
+def test_no_line_that_damage_makes_stops_a_reader(tmp_path):
+    run = write_run(tmp_path / "a", 3)
+    with global_log(run).open("a") as file:
+        file.write('{"v": 1, "type": "step", "step": 99999999999999999999, "loss": 1.0}\n')
+        file.write('{"v": 1, "type": "step", "step": 4, "loss": 1' + 400 * "0" + ', "lr": 1' + 400 * "0" + "}\n")
+        file.write(100_000 * "[" + "\n" + step_line(5))
+    followed = FollowedRun(run)
+    followed.catch_up()
+    for history in (read_history(run), followed.history):
+        assert list(history.steps.numbers()) == [1, 2, 3, 4, 5] and history.nonfinite == [4]

@@ -13,12 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from written_runs import GIB, T0, event_line, rank_line, step_line, write_run
+from written_runs import GIB, T0, event_line, nonfinite_line, rank_line, step_line, write_run
 
 from duoka.cli import cli
 from duoka.runs.folder import write_json_atomic
 from duoka.runs.status import leader_identity
 from duoka.watch.follow import FollowedRun
+from duoka.watch.report import end_lines
 from duoka.watch.screen import Frame, cells, clip, nodes_view, overview, ranks_view
 from duoka.watch.standing import read_standing
 from duoka.watch.terminal import as_text
@@ -97,7 +98,7 @@ def test_numbers_that_are_none_restarts_and_cut_lines(tmp_path):
     assert (now.step, now.num_restarts, now.num_lost) == (22, 1, 10)
     assert now.seconds == pytest.approx(11.0) and now.tokens_per_s == pytest.approx(2000)
     text = text_of(run)
-    assert "1 restart" in text and "1 step had a loss that is no number" in text
+    assert "1 restart" in text and "the loss or gradient of 1 step was no number" in text
     with (run.events / "rank00001.jsonl").open("a") as file:
         file.write(rank_line(1, 22, wait_s=0.1)[:50])
     assert standing_of(run)[1].ranks[1].step == 30
@@ -230,3 +231,17 @@ def test_a_status_without_a_log_is_a_run_too(tmp_path):
     write_json_atomic(folder / "status.json", {"state": "starting", **leader_identity()})
     done = CliRunner().invoke(cli, ["top", str(folder), "--once"])
     assert done.exit_code == 0 and "starting" in done.output
+
+
+def test_steps_whose_batch_was_left_out_are_counted(tmp_path):
+    """They have no line of their own (faults.nonfinite: skip, rollback), so that none was ever counted."""
+    run = write_run(tmp_path / "a", 3)
+    log = run.events / "run.jsonl"
+    with log.open("a") as file:
+        file.writelines([nonfinite_line(4), step_line(5), nonfinite_line(6), nonfinite_line(6)])
+        file.write(event_line("warning", 6, text="a disk is slow"))
+    assert "loss or gradient of 2 steps not finite, first at step 4" in "\n".join(end_lines(run))
+    assert "the loss or gradient of 2 steps was no number" in [hint.seen for hint in standing_of(run)[1].hints]
+    with log.open("a") as file:
+        file.write(event_line("resume", 5))
+    assert "of 1 step not finite, first at step 4" in "\n".join(end_lines(run)), "step 6 is done again"

@@ -232,7 +232,7 @@ def test_nulls_and_odd_values_leave_gaps_and_are_named(log):
     log.events.write("step", step=None)
     log.events.write("checkpoint", step=4, path=None, size_bytes=None, blocked_s=None)
     text = lines_of(log.run)
-    assert "the loss of 2 steps was not a finite number, first at step 2" in text
+    assert "loss or gradient of 2 steps not finite, first at step 2" in text
     assert "2.0000 at step 1 → 1.0000 at step 4" in text
     page = read_page(log.run)
     assert "first at step 2" in page and "not finite" in page

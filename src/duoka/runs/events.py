@@ -3,7 +3,8 @@
 Every line has `v` (schema), `type`, `t` (wall clock). Types: run, step, traffic (what a step exchanges), memory (what
 each rank holds), eval, checkpoint, resume, warning, end in events/run.jsonl (global numbers, written by rank 0); rank
 in events/rankNNNNN.jsonl (a rank's own times).
-NaN and infinity are written as null, with their names in `nonfinite`.
+NaN and infinity are written as null, with their names in `nonfinite`; a step whose batch was left out for them is a
+warning with its loss and grad_norm.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # a line of nothing but brackets
         return None
     return event if isinstance(event, dict) else None
 

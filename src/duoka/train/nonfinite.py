@@ -56,14 +56,14 @@ class NonFinite:
         what = "the loss" if not math.isfinite(loss) else "the gradient"
         if found is None:
             text = f"step {step}: {what} is not finite; its {batch.num_samples} samples were left out (nonfinite.jsonl)"
-            self.record.event("warning", step=step, text=text)
+            self.record.event("warning", step=step, text=text, loss=loss, grad_norm=norm)
             self.record.say(text)
             return False
         self._tried_again.add(place)
         self.saver.store.load(found, contents)
         text = f"step {step}: {what} is not finite; back to {found.name}, the batch is tried once more"
         self.record.event("resume", step=contents.state.step, reason=text)
-        self.record.event("warning", step=step, text=text)
+        self.record.event("warning", step=step, text=text, loss=loss, grad_norm=norm)
         self.record.say(text)
         return True
 

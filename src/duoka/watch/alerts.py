@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import http.client
 import json
 import math
 import os
@@ -53,6 +54,7 @@ class Watchman:
         self._followed.catch_up()
         steps = self._followed.history.steps
         self._seen = self._quiet_until = steps[-1].step if steps else 0
+        self._num_left_out = len(self._followed.history.left_out)
         self._is_stalled = False
         self._ended_at: float | None = None
         self.is_over = False
@@ -78,18 +80,26 @@ class Watchman:
         return [Alert(kind, now.name, now.path, f"{now.name}: {text}", now.step, now.loss) for kind, text in found]
 
     def _find_jump(self) -> str:
-        steps = self._followed.history.steps
+        steps, left_out = self._followed.history.steps, self._followed.history.left_out
         last = steps[-1].step if steps else 0
-        num_new = min(last - self._seen, 1000)
-        self._seen = max(self._seen, last) if num_new >= 0 else last  # it went back to a checkpoint
-        if num_new <= 0 or last < self._quiet_until:
+        num_new = max(0, min(last - self._seen, 1000))
+        self._seen = last  # also where it went back to a checkpoint
+        # A batch whose loss or gradient is no number is left out, and no step is logged for it.
+        bad = left_out[-1] if len(left_out) > self._num_left_out else None
+        self._num_left_out = len(left_out)
+        if max(last, bad or 0) < self._quiet_until:
             return ""
-        missing = any(map(math.isnan, steps.column("loss", num_new)))
-        spike = find_spike(steps, newest=num_new)
-        if spike is None and not missing:
+        spike = find_spike(steps, newest=num_new) if num_new else None
+        if spike is not None:
+            said = spike.sentence()
+        elif bad is not None:
+            said = f"the loss or gradient of step {bad:,} was no number"
+        elif any(map(math.isnan, steps.column("loss", num_new))):
+            said = f"the loss is no number any more, by step {last:,}"
+        else:
             return ""
-        self._quiet_until = last + _QUIET_STEPS
-        return spike.sentence() if spike else f"the loss is no number any more, by step {last:,}"
+        self._quiet_until = max(last, bad or 0) + _QUIET_STEPS
+        return said
 
     @property
     def next_look_s(self) -> float:
@@ -139,7 +149,7 @@ def post(address: str, alert: Alert, *, limit_s: float = LIMIT_S) -> str:
         try:
             with urllib.request.urlopen(urllib.request.Request(address, body, dict(head)), timeout=limit_s):
                 said[0] = ""
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             said[0] = _reason(error, limit_s)
 
     thread = threading.Thread(target=work, name="duoka-webhook", daemon=True)
@@ -150,7 +160,13 @@ def post(address: str, alert: Alert, *, limit_s: float = LIMIT_S) -> str:
 
 def _reason(error: Exception, limit_s: float) -> str:
     late = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
-    return f"the webhook did not answer within {limit_s:g} s" if late else f"the webhook failed: {error}"
+    if late:
+        return f"the webhook did not answer within {limit_s:g} s"
+    if isinstance(error, (ValueError, http.client.InvalidURL)):  # its words have the address, which may be a secret
+        return "the webhook failed: what is named is no http or https address"
+    if isinstance(error, http.client.HTTPException):
+        return f"the webhook failed: what it answered is no HTTP ({type(error).__name__})"
+    return f"the webhook failed: {error}"
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ PARTS = ("rollouts", "data", "forward", "backward", "wait", "optimizer", "checkp
 _NOT_VALUES = ("v", "t", "step")
 _MOST_COLUMNS = 64  # a damaged log could name ever new ones
 _NAN = math.nan
+_LARGEST = sys.float_info.max  # damage makes whole numbers that are larger than any float, and than any step
+_LARGEST_STEP = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class StepColumns(Sequence[LoggedStep]):
                     if len(columns) >= _MOST_COLUMNS:
                         continue
                     column = columns[key] = array("d", itertools.repeat(_NAN, count))
-                column.append(value if math.isfinite(value) else _NAN)
+                column.append(value if -_LARGEST <= value <= _LARGEST else _NAN)
         for column in columns.values():
             if len(column) == count:
                 column.append(_NAN)
@@ -172,9 +175,9 @@ def number(value: Any) -> float | None:
     """A finite number, or None for anything else that a log may hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value) if -_LARGEST <= value <= _LARGEST else None
 
 
 def whole(value: Any) -> int | None:
     found = number(value)
-    return None if found is None else int(found)
+    return None if found is None or abs(found) > _LARGEST_STEP else int(found)

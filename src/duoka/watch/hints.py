@@ -51,6 +51,10 @@ class _Sign:
     do: str
 
 
+def _steps(count: int) -> str:
+    return f"{count:,} {'step' if count == 1 else 'steps'}"
+
+
 _SIGNS = (
     _Sign(
         lambda f: f.state == "dead",
@@ -74,7 +78,7 @@ _SIGNS = (
     ),
     _Sign(
         lambda f: f.num_nonfinite > 0,
-        lambda f: f"{f.num_nonfinite:,} {'step' if f.num_nonfinite == 1 else 'steps'} had a loss that is no number",
+        lambda f: f"the loss or gradient of {_steps(f.num_nonfinite)} was no number",
         "lower optim.lr, use train.precision: bf16 or fp32; faults.nonfinite says what the run does then",
     ),
     _Sign(

@@ -42,6 +42,7 @@ class History:
     notes: list[Note] = field(default_factory=list)  # what happened, for a time line
     samples: list[dict[str, Any]] = field(default_factory=list)
     resumes: list[int] = field(default_factory=list)
+    left_out: list[int] = field(default_factory=list)  # steps whose batch was not learned: loss or gradient no number
     num_lost: int = 0  # steps that a crash threw away
     traffic: dict[str, Any] = field(default_factory=dict)  # one step's collectives by kind
     held: list[dict[str, int]] = field(default_factory=list)  # by rank: bytes by part
@@ -77,6 +78,8 @@ class History:
             self.samples.append(dict(event))
         elif kind == "warning":
             self.warnings.append(_warning(event))
+            if event.get("nonfinite") and (step or 0) not in self.left_out[-1:]:  # it may be tried once more
+                self.left_out.append(step or 0)
         elif kind == "end":
             self.end_reason = str(event.get("reason") or "")
 
@@ -94,12 +97,18 @@ class History:
         self.num_lost += self.steps.drop_after(step)
         for events in (self.evals, self.checkpoints, self.samples):
             events[:] = [event for event in events if (whole(event.get("step")) or 0) <= step]
+        self.left_out = [one for one in self.left_out if one <= step]
 
     @property
     def nonfinite(self) -> list[int]:
-        """Steps whose loss was no finite number."""
+        """Steps whose loss or gradient was no finite number: a run leaves these out, a loop of one's own logs them."""
         losses = self.steps.column("loss")
-        return [step for step, loss in zip(self.steps.numbers(), losses, strict=True) if math.isnan(loss)]
+        logged = [step for step, loss in zip(self.steps.numbers(), losses, strict=True) if math.isnan(loss)]
+        return sorted([*logged, *self.left_out])
+
+    @property
+    def num_nonfinite(self) -> int:
+        return self.steps.num_missing("loss") + len(self.left_out)
 
     def values(self, name: str) -> tuple[list[float], list[float | None]]:
         """(steps, values) of one number, for a curve."""

@@ -148,7 +148,7 @@ def parse_lines(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     for line in lines:
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(event, dict):
             out.append(event)

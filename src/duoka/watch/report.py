@@ -216,7 +216,7 @@ def _nonfinite_lines(history: History) -> list[str]:
     if not steps:
         return []
     times = f"{len(steps)} steps" if len(steps) > 1 else "1 step"
-    return [f"the loss of {times} was not a finite number, first at step {steps[0]:,}"]
+    return [f"loss or gradient of {times} not finite, first at step {steps[0]:,}"]
 
 
 def _config_card(history: History) -> str:

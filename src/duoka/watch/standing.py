@@ -87,7 +87,7 @@ def read_standing(followed: FollowedRun, *, price_per_hour: float | None = None,
     facts = Facts(
         state, age_s, times, memory, slowest, find_spike(steps), history.status,
         clock_ahead_s=ahead if abs(ahead) > _CLOCKS_DIFFER_S and may_tell else 0.0,
-        num_nonfinite=steps.num_missing("loss"), num_ranks=len(ranks),
+        num_nonfinite=history.num_nonfinite, num_ranks=len(ranks),
     )  # fmt: skip
     return Standing(
         name=history.run.name or history.run.path.resolve().name,
