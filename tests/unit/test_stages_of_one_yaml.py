@@ -13,6 +13,7 @@ from duoka.cluster.pipeline.manifest import Manifest, hold_pipeline
 from duoka.cluster.pipeline.nodes import Nodes
 from duoka.config.load import load_config
 from duoka.config.pipeline import read_pipeline
+from duoka.config.stage_names import score_parts
 from duoka.errors import Faults
 
 TEXT = """
@@ -148,6 +149,54 @@ def test_a_sweep_is_forks(place):
     rates = {node.name: node.loaded.config.optim.lr for node in nodes.all() if node.name.startswith("sft")}
     assert rates == {"sft@lr=0.0001": 1e-4, "sft@lr=0.0003": 3e-4}
     assert nodes.by_name["score"].spec.of == tuple(rates)
+
+
+def swept(place, sweep, *, when="score.mid.sort > 0.5"):
+    text = Path("p.yaml").read_text(encoding="utf-8").split("  sft:")[0]
+    Path("s.yaml").write_text(
+        text + f"  sft: {{from: mid, data: {{train: [chat.jsonl]}}, sweep: {sweep}}}\n"
+        f"  score: {{eval: [sort], of: [mid, sft], limit: 5}}\n"
+        f"  ship: {{export: model, of: mid, when: '{when}'}}\n",
+        encoding="utf-8",
+    )
+    return [node for node in nodes_of("draft", file="s.yaml").all() if node.name.startswith("sft")]
+
+
+def test_forks_over_paths_stand_beside_each_other(place):
+    """A slash was a folder in a folder, and the command ended with a traceback."""
+    Path("more").mkdir()
+    for name in ("more/a.jsonl", "more-a.jsonl"):
+        write_conversations(Path(name), 12)
+    nodes = swept(place, "{data.train: [[more/a.jsonl], [more-a.jsonl]]}")
+    assert [node.loaded.config.data.train[0].name for node in nodes] == ["more/a.jsonl", "more-a.jsonl"]
+    assert [node.name for node in nodes] == ["sft@0,train=[more-a.jsonl]", "sft@1,train=[more-a.jsonl]"]
+    assert [node.name for node in swept(place, "{data.train: [[more/a.jsonl], [chat.jsonl]]}")] == [
+        "sft@train=[more-a.jsonl]", "sft@train=[chat.jsonl]"
+    ]  # fmt: skip
+
+
+def test_forks_over_long_lists_have_names_that_a_disk_takes(place):
+    names = [f"chat-with-a-name-that-is-long-{number}.jsonl" for number in range(12)]
+    for name in names:
+        write_conversations(Path(name), 12)
+    nodes = swept(place, f"{{data.train: [[{', '.join(names)}], [{', '.join(names[:11])}]]}}")
+    assert [len(node.loaded.config.data.train) for node in nodes] == [12, 11]
+    assert len({node.name for node in nodes}) == 2 and all(len(node.folder.encode()) < 150 for node in nodes)
+
+
+def test_a_value_that_a_sweep_has_twice_is_one_fork(place):
+    assert [node.name for node in swept(place, "{optim.lr: [1e-4, 0.0001, 3e-4]}")] == [
+        "sft@lr=0.0001", "sft@lr=0.0003"
+    ]  # fmt: skip
+
+
+def test_a_gate_may_ask_for_the_score_of_a_fork(place):
+    swept(place, "{optim.lr: [1e-4, 3e-4]}", when="score.sft@lr=0.0001.sort > score.mid.sort")
+    nodes = nodes_of("draft", file="s.yaml")
+    assert nodes.by_name["ship"].spec.when.left == "score.sft@lr=0.0001.sort"
+    assert score_parts("score.sft@lr=0.0001.sort", nodes.by_name["score"].spec.of) == (
+        "score", "sft@lr=0.0001", "sort"
+    )  # fmt: skip
     Path("s.yaml").write_text(Path("s.yaml").read_text("utf-8") + "  x: {from: sft}\n", encoding="utf-8")
     with pytest.raises(Faults, match="is swept"):
         read_pipeline(Path("s.yaml"))

@@ -80,9 +80,8 @@ def _show(pipeline: Pipeline, begin: str | None, chosen: list[str], nproc: int |
         nodes = _make(pipeline, Path(draft), _generations(pipeline, manifest, begin))
         if checks:
             _check(nodes, manifest, _place(pipeline, nproc))
-        shown = status_lines(nodes, manifest)
-    chosen_lines = [line for line in shown if not checks or line.split(" ")[0] in chosen]
-    click.echo("\n".join(chosen_lines))
+        shown = zip(nodes.all(), status_lines(nodes, manifest), strict=True)
+    click.echo("\n".join(line for node, line in shown if not checks or node.name in chosen))
     if checks:
         click.echo(f"no fault in {len(nodes.all())} stages; nothing was started")
     return 0

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from duoka.config.overlays import COMMAND_LINE, read_text, shown_path
 from duoka.config.paths import given_path
 from duoka.config.schema import NAMED_BLOCKS
+from duoka.config.stage_names import fork_names, score_parts
 from duoka.config.yaml_lines import SourcePlace, Tree, parse_yaml
 from duoka.config.yaml_text import EnvText, yaml_text
 from duoka.errors import Fault, Faults, typed
@@ -307,15 +308,14 @@ def _swept(specs: Sequence[StageSpec], faults: list[Fault]) -> list[StageSpec]:
             what = f"stage {spec.name}: sweep must name keys and lists of their values"
             faults.append(spec.place.fault(what, fix="write for example:   sweep: {optim.lr: [1e-4, 3e-4]}"))
             continue
-        for values in itertools.product(*sweep.values()):
-            own, said = body, []
-            for key, value in zip(sweep, values, strict=True):
+        points = [dict(zip(sweep, values, strict=True)) for values in itertools.product(*sweep.values())]
+        for name, point in fork_names(spec.name, points).items():
+            own = body
+            for key, value in point.items():
                 inner: Any = value
                 for part in reversed(str(key).split(".")):
                     inner = {part: inner}
                 own = merge_blocks(own, inner)
-                said.append(f"{str(key).rsplit('.', 1)[-1]}={yaml_text(value)}")
-            name = f"{spec.name}@{','.join(said)}"
             forks.setdefault(spec.name, []).append(name)
             out.append(replace(spec, name=name, body=own))
     for place, spec in enumerate(out):
@@ -343,8 +343,8 @@ def _check(specs: Sequence[StageSpec], faults: list[Fault]) -> None:
                 what = f"stage {spec.name} needs a model, and {name} is a stage of kind {kinds[name]}"
                 faults.append(spec.place.fault(what, fix="name a stage that trains"))
         for side in spec.when.scores if spec.when else ():
-            name, stage, task = side.split(".", 2)
-            asked = next((one for one in specs if one.name == name), None)
+            asked = next((one for one in specs if one.name == side.partition(".")[0]), None)
+            name, stage, task = score_parts(side, asked.of if asked is not None else ())
             if asked is not None and (asked.kind != "eval" or stage not in asked.of or task not in asked.words):
                 what = f"stage {spec.name}: when asks for {side}, and {name} scores no {task} of {stage}"
                 fix = "write EVAL.STAGE.TASK, as in   when: score.sft.sort > 0.5"

@@ -23,6 +23,7 @@ from typing import Any
 from duoka.cluster.pipeline.manifest import RESULT, Manifest
 from duoka.cluster.pipeline.nodes import Node, Nodes, changes
 from duoka.config.pipeline import Gate, is_number
+from duoka.config.stage_names import score_parts
 from duoka.errors import ConfigError, StoppedEarly, WorkerFailed
 from duoka.process.exits import STOP_SIGNALS
 from duoka.runs.folder import json_lines, write_json_atomic, write_text_atomic
@@ -188,8 +189,7 @@ class Executor:
         return "" if gate is None or not all(self._scored(side) for side in gate.scores) else self._closed(gate)
 
     def _scored(self, side: str) -> bool:
-        name, _, _ = side.split(".", 2)
-        return self.manifest.is_done(self.nodes.by_name[name])
+        return self.manifest.is_done(self.nodes.by_name[side.partition(".")[0]])
 
     def _closed(self, gate: Gate) -> str:
         """ "" when the gate is open; else what was found, with how sure it is."""
@@ -207,8 +207,9 @@ class Executor:
     def _value(self, side: str) -> tuple[float, str]:
         if is_number(side):
             return float(side), side
-        name, stage, task = side.split(".", 2)
-        scores = self.manifest.result(self.nodes.by_name[name])[stage]
+        found = self.manifest.result(self.nodes.by_name[side.partition(".")[0]])
+        name, stage, task = score_parts(side, found)
+        scores = found[stage]
         own = [one for key, one in scores.items() if key == task.partition(":")[0]]
         if not own:
             raise ConfigError(f"{name} has no score of {task} for {stage}", fix=f"it has: {', '.join(scores)}")
