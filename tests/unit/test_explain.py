@@ -214,6 +214,15 @@ def test_the_numbers_of_ones_own_config_stand_below(tmp_path: Path, monkeypatch:
     assert "在 x.yaml 中" in explain("zero", "--config", "x.yaml", "--lang", "zh")
 
 
+def test_a_secret_of_ones_own_config_is_shown_as_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOOK_TOKEN", "hunter2-of-the-environment")
+    text = "model: demo\ndata: {train: [identity]}\nlog: {alert: {webhook: '${env:HOOK_TOKEN}'}}\n"
+    Path("x.yaml").write_text(text, "utf-8")
+    said = explain("log.alert.webhook", "--config", "x.yaml", "--lang", "en")
+    assert "hunter2" not in said and "${env:HOOK_TOKEN}" in said, said
+
+
 def test_the_numbers_are_of_the_plan_with_what_was_measured_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,9 @@
 """Who gets a run's numbers: each what it asks for, in order; trouble of one stops neither the run nor the others."""
 
+import json
 import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +13,12 @@ from duoka.config.trackers import TRACKERS, TrackerName, installed_trackers
 from duoka.errors import Faults
 from duoka.plan import choose
 from duoka.runs.events import read_events
+from duoka.runs.folder import RunFolder
 from duoka.sinks import background
 from duoka.sinks.event_log import EventLog
 from duoka.sinks.fan_out import Sinks, build_sink
 from duoka.sinks.sink import RunFacts, Sink, StepNumbers
+from duoka.train.record import Recorder
 
 NUMBERS = {"epoch": 0.5, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "num_tokens": 10}
 
@@ -166,6 +170,34 @@ def test_a_tracker_whose_package_is_missing_is_refused_with_how_to_install_it(tm
     said = "\n".join(refused.value.lines())
     assert "log.to names wandb, and the package wandb is not installed here" in said and "a.yaml, line 3" in said
     assert 'pip install "duoka[wandb]"' in said and refused.value.exit_code == 2
+
+
+def test_trackers_get_the_config_without_its_secrets(tmp_path, monkeypatch):
+    """docs/config.md: what comes from a variable that is called a secret is never written. W&B had it as a setting."""
+    monkeypatch.setenv("HOOK_TOKEN", "hunter2-of-the-environment")
+    (tmp_path / "a.yaml").write_text(
+        "model: x/${env:HOOK_TOKEN}\ndata: {train: [identity, '${env:HOOK_TOKEN}']}\nlog: {to: [wandb], alert: "
+        "{webhook: 'https://hooks.example/T0/hunter2', command: '', events: [done]}}\noptim: {lr: 1e-3}\n",
+        encoding="utf-8",
+    )
+    loaded = load_config(tmp_path / "a.yaml")
+    heard = []
+
+    class Keeps(Listener):
+        def open(self, facts, say):
+            heard.append(facts.config)
+
+    monkeypatch.setattr("duoka.train.record.build_sink", lambda name: Keeps())
+    monkeypatch.setattr("duoka.train.record.AlertFollower", Listener)
+    world, state = SimpleNamespace(is_main=True, rank=0, size=1), SimpleNamespace(step=0)
+    record = Recorder(RunFolder(tmp_path / "run"), world, loaded, 1, 0)
+    record.start(state)
+    record.close()
+    (config,) = heard
+    assert "hunter2" not in json.dumps(config), config
+    assert config["model"]["name"] == "x/${env:HOOK_TOKEN}" and config["data"]["train"][1] == "${env:HOOK_TOKEN}"
+    assert config["log"]["alert"] == {"webhook": "***", "command": "", "events": ["done"]}
+    assert config["optim"]["lr"] == 1e-3 and loaded.config.log.alert.webhook.endswith("hunter2")
 
 
 def test_an_unknown_tracker_is_refused_with_those_that_are_known(tmp_path):

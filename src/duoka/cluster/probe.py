@@ -19,7 +19,7 @@ from typing import Any
 
 from duoka import __version__
 from duoka.plan.hardware import read_machine
-from duoka.process.secrets import mask_secrets
+from duoka.process.secrets import hide_secrets, mask_secrets
 
 PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "peft", "accelerate", "numpy", "pyarrow", "pydantic",
@@ -140,7 +140,7 @@ def read_environment_facts(
     return {
         "duoka": __version__,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": list(command),
+        "command": [hide_secrets(word, env) for word in command],
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": read_versions(),

@@ -39,6 +39,7 @@ def numbers_for(topic: str, own: Own) -> list[str]:
 def value_of(key: str, own: Own) -> list[str]:
     """The config's own value of a key, with the place it comes from."""
     from duoka.config.catalog import leaves
+    from duoka.config.write import with_secrets
     from duoka.config.yaml_text import yaml_text
 
     found = {name: value for name, value in leaves(own.config).items() if name == key or name.startswith(f"{key}.")}
@@ -51,7 +52,8 @@ def value_of(key: str, own: Own) -> list[str]:
     lines = []
     for name, value in found.items():
         origin = own.loaded.origins.get(name, "default")
-        text = own.say("left out", "未写") if value is None else yaml_text(value)
+        shown = with_secrets(value, name, own.loaded.secrets)
+        text = own.say("left out", "未写") if value is None else yaml_text(shown)
         lines.append(f"{name}: {text}   ({own.say(origin, said.get(origin, origin))})")
     return lines
 

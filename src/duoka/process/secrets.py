@@ -28,7 +28,7 @@ def mask_secrets(env: Mapping[str, str]) -> dict[str, str]:
 
 def hide_secrets(text: str, env: Mapping[str, str] = os.environ) -> str:
     """A text from elsewhere (a library's error, say) without this environment's secrets in it."""
-    for name, value in env.items():
+    for name, value in sorted(env.items(), key=lambda one: -len(one[1])):  # a short one may be a long one's beginning
         if _SECRET_NAME.search(name) and name not in _HARMLESS and len(value) >= _LEAST_LETTERS:
             text = text.replace(value, _MASK)
     return _URL_LOGIN.sub(_MASK, text)

@@ -16,7 +16,9 @@ import torch
 
 from duoka.comm.ledger import sent_bytes
 from duoka.comm.world import World
-from duoka.config.schema import LogConfig, RunConfig
+from duoka.config.loaded import Loaded
+from duoka.config.schema import LogConfig
+from duoka.config.write import shown_values
 from duoka.plan.yardstick import Yardstick
 from duoka.process.lifeline import launcher_speaks
 from duoka.runs.events import EventWriter, rank_log
@@ -30,6 +32,7 @@ from duoka.sinks.status import StatusFiles
 from duoka.store.state import TrainState
 from duoka.train.step import StepResult
 
+_HIDDEN = "***"
 _RECENT = 20  # steps that the shown speed is a mean of
 
 
@@ -40,7 +43,7 @@ class Recorder:
         self,
         run: RunFolder,
         world: World,
-        config: RunConfig,
+        loaded: Loaded,
         total_steps: int,
         first_step: int,
         yardstick: Yardstick | None = None,
@@ -49,11 +52,12 @@ class Recorder:
         self.yardstick = yardstick
         self.world = world
         self.total_steps = total_steps
+        config = loaded.config
         self._draws = config.stage.kind.draws
         self._rank_events = EventWriter(rank_log(run, world.rank))
         self._sinks = Sinks(_build_sinks(config.log) if world.is_main else (), warn=self._warn)
         self._facts = RunFacts(
-            run.path.resolve().name, run.path, total_steps, first_step, world.size, config.model_dump(mode="json"),
+            run.path.resolve().name, run.path, total_steps, first_step, world.size, _public_values(loaded),
             goes_on=True,
         )  # fmt: skip
         self._window: list[tuple[int, float]] = []
@@ -161,6 +165,14 @@ class Recorder:
     def close(self) -> None:
         self._rank_events.close()
         self._sinks.close()
+
+
+def _public_values(loaded: Loaded) -> dict[str, Any]:
+    """The config as trackers get it, which others may read: who knows a webhook's address can post there."""
+    values = shown_values(loaded)
+    alert = values["log"]["alert"]
+    values["log"]["alert"] = alert | {key: _HIDDEN for key in ("command", "webhook") if alert[key]}
+    return values
 
 
 def _build_sinks(log: LogConfig) -> list[Sink]:

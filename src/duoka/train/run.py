@@ -142,8 +142,8 @@ class Run:
     def open_record(self) -> Recorder:
         """Open the log; the caller closes it, whatever happens."""
         settings, state = self.settings, self.contents.state
-        config, yardstick = self.inputs.config, self.plan.yardstick
-        self.record = Recorder(self.inputs.run, self.world, config, settings.total_steps, state.step, yardstick)
+        loaded, yardstick = self.inputs.loaded, self.plan.yardstick
+        self.record = Recorder(self.inputs.run, self.world, loaded, settings.total_steps, state.step, yardstick)
         return self.record
 
     def start(self) -> None:
