@@ -77,6 +77,11 @@ def test_speech_is_shown_up_to_where_a_call_may_begin() -> None:
         ' [{"name"': 0, "Hi [TOOL": 3, "Hi [1]": 6, "Hi [TOOL_CALLS][{": 3,
     }  # fmt: skip
     assert {text: end_of_speech(text) for text in shown} == shown
+    named = {
+        "Hi": 2, "Hi calc": 3, "Hi calculator": 3, 'calculator{"a': 0, "Hi calculatorabc123XYZ{": 3,
+        "The calculator is": 17, "calculators are": 15, "a cal ": 6,
+    }  # fmt: skip
+    assert {text: end_of_speech(text, ("calculator", "python")) for text in named} == named
 
 
 def test_a_model_calls_the_calculator_and_says_what_came(

@@ -1,5 +1,6 @@
 """From tokens to what is sent: stop texts, calls of tools, draws that are counted."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,31 @@ def test_calls_of_tools_are_told_from_text(text, said, names):
     found, calls = split_calls(text)
     assert found == said and [call["function"]["name"] for call in calls] == names
     assert all(isinstance(call["function"]["arguments"], str) and call["id"] for call in calls)
+
+
+WEATHER, TIME = ("get_weather", {"city": "Rom {1}"}), ("get", {})
+NAMED = [
+    # As Mistral's templates since 2025 write calls, with their marks and as text without special tokens has them.
+    ('[TOOL_CALLS]get_weather[ARGS]{"city": "Rom {1}"}', None, [WEATHER]),
+    ('[TOOL_CALLS]get_weather[CALL_ID]abc123XYZ[ARGS]{"city": "Rom {1}"}', None, [WEATHER]),
+    ('Wait.[TOOL_CALLS]get_weather[ARGS]{"city": "Rom {1}"}[TOOL_CALLS]get[ARGS]{}', "Wait.", [WEATHER, TIME]),
+    ('[TOOL_CALLS]other_tool[ARGS]{}', None, [("other_tool", {})]),
+    ('get_weather{"city": "Rom {1}"}', None, [WEATHER]),
+    ('get_weatherabc123XYZ{"city": "Rom {1}"}', None, [WEATHER]),
+    ('I look.get_weather{"city": "Rom {1}"}get{}', "I look.", [WEATHER, TIME]),
+    # No calls: cut, no object, no tool of that name, or more text behind it.
+    ('[TOOL_CALLS]get_weather[ARGS]{"city": "Ro', '[TOOL_CALLS]get_weather[ARGS]{"city": "Ro', []),
+    ("get_weather[1]", "get_weather[1]", []),
+    ('other_tool{"city": 1}', 'other_tool{"city": 1}', []),
+    ("In C, get{} is no call.", "In C, get{} is no call.", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "said", "wanted"), NAMED)
+def test_calls_by_name_are_told_from_text(text, said, wanted):
+    found, calls = split_calls(text, ("get", "get_weather", ""))
+    assert found == said
+    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls] == wanted
 
 
 def test_counted_draws_follow_the_probabilities():

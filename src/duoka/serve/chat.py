@@ -61,7 +61,7 @@ class Chat:
             try:
                 yield from self._stream(prompt, pieces)
             finally:
-                said, calls = split_calls("".join(pieces)) if self.tools else ("".join(pieces), [])
+                said, calls = split_calls("".join(pieces), self.tools) if self.tools else ("".join(pieces), [])
                 self.messages.append({"role": "assistant", "content": said or ""})
             if not calls:
                 return
@@ -85,11 +85,11 @@ class Chat:
             text = "".join(pieces) if self.tools else ""
             if not self.tools:
                 yield piece
-            elif (end := end_of_speech(text)) > shown:
+            elif (end := end_of_speech(text, self.tools)) > shown:
                 yield text[shown:end]
                 shown = end
         text = "".join(pieces)
-        if self.tools and shown < len(text) and not split_calls(text)[1]:
+        if self.tools and shown < len(text) and not split_calls(text, self.tools)[1]:
             yield text[shown:]
 
     def clear(self) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from duoka.data.tokens.template import knows_tools
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.errors import ConfigError
-from duoka.tasks.tool_calls import LISTED
+from duoka.tasks.tool_calls import LISTED, may_call
 from duoka.tasks.tools import TOOLS, Tool, arguments_of
 
 MOST_CALLS = 8  # rounds of calls in one answer
@@ -28,11 +28,11 @@ def find_tools(names: Sequence[str], tokenizer: ChatTokenizer) -> dict[str, Tool
     return found
 
 
-def end_of_speech(text: str) -> int:
+def end_of_speech(text: str, names: Iterable[str] = ()) -> int:
     """How much of an answer can be shown: all before a call, and before what may become one."""
     if text.lstrip()[:1] in ("", "{", "["):
         return 0
-    return min(_beginning(text, mark) for mark in _MARKS)
+    return min(may_call(text, names), *(_beginning(text, mark) for mark in _MARKS))
 
 
 def _beginning(text: str, mark: str) -> int:

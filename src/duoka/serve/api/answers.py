@@ -152,8 +152,8 @@ class Reply:
             return self._completion_part(number, choice.piece, choice.finish, with_prompt=True)
         said: str | None = choice.piece.text
         calls: list[dict[str, Any]] = []
-        if asked.has_tools:
-            said, calls = split_calls(choice.piece.text)
+        if asked.tools:
+            said, calls = split_calls(choice.piece.text, self._asked.tools)
         message = {"role": "assistant", "content": said, "refusal": None, **({"tool_calls": calls} if calls else {})}
         finish = "tool_calls" if calls and choice.finish == "stop" else choice.finish
         return {"index": number, "message": message, "logprobs": self._logprobs(choice.piece), "finish_reason": finish}
@@ -164,9 +164,9 @@ class Reply:
         if not self._asked.is_chat:
             return self._completion_part(number, piece, finish, with_prompt=is_first)
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
-        if self._asked.has_tools:  # calls are told from text once all of it is there
+        if self._asked.tools:  # calls are told from text once all of it is there
             if finish is not None:
-                said, calls = split_calls(choice.piece.text)
+                said, calls = split_calls(choice.piece.text, self._asked.tools)
                 delta |= {"content": said or ""} if said or not calls else {}
                 delta |= {"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]} if calls else {}
                 finish = "tool_calls" if calls and finish == "stop" else finish

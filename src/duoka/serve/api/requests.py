@@ -54,7 +54,7 @@ class Asked:
     is_stream: bool
     has_usage: bool
     echoes: bool = False
-    has_tools: bool = False
+    tools: tuple[str, ...] = ()  # by name
     texts: list[str] = field(default_factory=list)  # the prompts as text, where they are echoed
 
     def jobs(self, mailbox: Callable[[int], Mailbox]) -> list[Job]:
@@ -72,7 +72,7 @@ class Asked:
 def read_chat(raw: object, facts: Facts) -> Asked:
     fields = Fields(raw)
     model, adapter = _model(fields, facts)
-    tools = _tools(fields, facts.tokenizer)
+    tools, names = _tools(fields, facts.tokenizer)
     prompt = _chat_prompt(fields.take("messages"), tools, facts.tokenizer)
     newer = fields.whole("max_completion_tokens", None, 1)
     older = fields.whole("max_tokens", newer, 1)
@@ -81,7 +81,7 @@ def read_chat(raw: object, facts: Facts) -> Asked:
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
     return _asked(
         fields, facts, True, model, adapter, [prompt], newer or older or USUAL_NEW, (num_top or 0) if wants else None,
-        has_tools=tools is not None,
+        tools=names,
     )  # fmt: skip
 
 
@@ -244,18 +244,19 @@ def _tool_calls(raw: Any, param: str) -> str:
     return json.dumps(calls, ensure_ascii=False)
 
 
-def _tools(fields: Fields, tokenizer: ChatTokenizer) -> str | None:
+def _tools(fields: Fields, tokenizer: ChatTokenizer) -> tuple[str | None, tuple[str, ...]]:
+    """As the chat template takes them, and their names."""
     tools, choice = fields.take("tools"), fields.take("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise BadRequest(
             "tool_choice must be auto or none: which tool is called is the model's own choice", "tool_choice"
         )
     if not tools or choice == "none":
-        return None
+        return None, ()
     try:
-        [one["function"]["name"] for one in tools]
+        names = tuple(str(one["function"]["name"]) for one in tools)
     except (TypeError, KeyError):
         raise BadRequest("tools must be a list of functions, each with a name", "tools") from None
     if not knows_tools(tokenizer, tools):
         raise BadRequest(f"the chat template ({tokenizer.template_name}) knows no tools", "tools")
-    return json.dumps(tools, ensure_ascii=False)
+    return json.dumps(tools, ensure_ascii=False), names
