@@ -22,6 +22,7 @@ from duoka.cli.act import go_on, stop
 from duoka.errors import DuokaError
 from duoka.runs.status import leader_identity
 from duoka.watch.board import Asked, Board
+from duoka.watch.columns import PARTS
 from duoka.watch.heat import HeatMap
 from duoka.watch.server import BoardServer
 
@@ -354,6 +355,8 @@ def test_every_word_is_there_in_both_languages_and_every_part_that_is_named():
     used = set(re.findall(r"\bsay\(\"(\w+)\"", "".join(sources.values())))
     used |= set(re.findall(r"data-(?:word|hint)=\"(\w+)\"", sources["page.html"]))
     assert used <= words.keys(), f"without words: {used - words.keys()}"
+    parts = {*PARTS, "other"}  # of a step's time: one without a color left a hole in the bar
+    assert parts <= words.keys() and parts <= set(re.findall(r"(\w+): \"#", sources["panels.js"]))
     ids = set(re.findall(r"\$\(\"([\w-]+)\"\)", sources["board.js"]))
     made = set(re.findall(r"id=\"([\w-]+)\"", sources["page.html"]))
     assert ids <= made, f"not in the page: {ids - made}"

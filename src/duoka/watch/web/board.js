@@ -9,7 +9,7 @@ import { count, number, percent, say, speak } from "./words.js";
 const $ = (id) => document.getElementById(id);
 const KEYS = ["loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "memory_bytes", "mfu"];
 // Known to every run's log and shown elsewhere, or of no use as a curve.
-const NOT_CURVES = ["epoch", "num_targets", "num_tokens", "num_samples", "sent_bytes", "exchanged_s", "data_s", "forward_s", "backward_s", "optimizer_s", "checkpoint_s"];
+const NOT_CURVES = ["epoch", "num_targets", "num_tokens", "num_samples", "sent_bytes", "exchanged_s", "rollouts_s", "data_s", "forward_s", "backward_s", "optimizer_s", "checkpoint_s"];
 const TABS = ["ranks", "events", "texts", "logs", "differences"];
 const RETRY_S = [1, 2, 5, 10, 30];
 

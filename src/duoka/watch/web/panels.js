@@ -4,7 +4,7 @@ import { el, least, most } from "./chart.js";
 import { bytes, count, number, percent, say, seconds } from "./words.js";
 
 const PARTS = {
-  data: "#56b4e9", forward: "#0072b2", backward: "#5b5bd6", wait: "#e69f00", optimizer: "#009e73", checkpoint: "#cc79a7", other: "#999",
+  rollouts: "#d55e00", data: "#56b4e9", forward: "#0072b2", backward: "#5b5bd6", wait: "#e69f00", optimizer: "#009e73", checkpoint: "#cc79a7", other: "#999",
 };
 const GOOD = ["running", "done"], BAD = ["failed", "dead", "stalled"];
 const MOST_ROWS = 64;

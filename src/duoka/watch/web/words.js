@@ -18,7 +18,7 @@ const WORDS = {
   spent: ["Training time", "训练时间"], restarts: ["restarts: {0}, steps lost: {1}", "重启 {0} 次，丢失 {1} 步"],
   ranks: ["Ranks", "Rank"], events: ["Events", "事件"], texts: ["Texts", "文本"], logs: ["Logs", "日志"], differences: ["Differences", "差异"],
   where: ["Where the time of the last steps goes", "最近几步的时间分布"],
-  data: ["data", "数据"], forward: ["forward", "前向"], backward: ["backward", "反向"], wait: ["wait", "等待"], optimizer: ["optimizer", "优化器"],
+  rollouts: ["rollouts", "生成回答"], data: ["data", "数据"], forward: ["forward", "前向"], backward: ["backward", "反向"], wait: ["wait", "等待"], optimizer: ["optimizer", "优化器"],
   checkpoint: ["checkpoint", "检查点"], other: ["other", "其他"],
   heat: ["Ranks x steps", "Rank × 步"], own: ["own time against the ranks' median", "自身耗时与中位数之比"],
   waits: ["share of a step spent waiting", "每步等待占比"], measure: ["Shows", "显示"],
