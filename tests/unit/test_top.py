@@ -17,6 +17,7 @@ from written_runs import GIB, T0, event_line, nonfinite_line, rank_line, step_li
 
 from duoka.cli import cli
 from duoka.runs.folder import write_json_atomic
+from duoka.runs.heart import Heart, beat_path
 from duoka.runs.status import leader_identity
 from duoka.watch.follow import FollowedRun
 from duoka.watch.report import end_lines
@@ -84,7 +85,21 @@ def test_states_are_told_apart(tmp_path, monkeypatch):
             os.utime(path, (time.time() - 3600, time.time() - 3600))
     assert standing_of(old)[1].state == "stalled"
     assert standing_of(elsewhere)[1].state == "silent", "of another machine's process nothing is known"
-    assert "no step for 1h" in text_of(old)
+    assert "no sign of life for 1h" in text_of(old)
+
+
+def test_a_long_evaluation_is_no_standstill(tmp_path):
+    """It writes no line of a step and no status; rank 0's heartbeat goes on. Each one was told as a stall."""
+    run = write_run(tmp_path / "a", 5, state="running", **leader_identity())
+    for path in (run.events / "run.jsonl", run.status, run.progress):
+        os.utime(path, (time.time() - 3600, time.time() - 3600))
+    heart = Heart(run, 0)
+    heart.tell("evaluate")
+    assert standing_of(run)[1].state == "running"
+    os.utime(beat_path(run, 0), (time.time() - 600, time.time() - 600))
+    _, now = standing_of(run)
+    assert now.state == "stalled" and 590 < now.age_s < 620
+    heart.close()
 
 
 def test_numbers_that_are_none_restarts_and_cut_lines(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 from duoka.errors import ConfigError
 from duoka.registry import nearest
 from duoka.runs.folder import RunFolder, read_json
+from duoka.runs.heart import beat_path
 
 STAGES_FILE = "pipeline.json"  # in the folder of `duoka run`
 
@@ -55,9 +56,12 @@ def newest_run(folder: Path) -> RunFolder:
 
 
 def written_at(run: RunFolder) -> float:
-    """When something about a run was written last, by the clock of the disk; 0 for an empty folder."""
+    """When something about a run was written last, by the clock of the disk; 0 for an empty folder.
+
+    Rank 0's heartbeat counts: a long evaluation, or a step of many micro-batches, writes no line and is alive.
+    """
     found = 0.0
-    for path in (run.events / "run.jsonl", run.progress, run.status):
+    for path in (run.events / "run.jsonl", run.progress, run.status, beat_path(run, 0)):
         try:
             found = max(found, path.stat().st_mtime)
         except OSError:

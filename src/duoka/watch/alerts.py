@@ -66,7 +66,7 @@ class Watchman:
         jump = self._find_jump()
         found += [("spike", jump)] if jump else []
         if now.state in ("stalled", "silent") and not self._is_stalled:
-            found.append(("stalled", f"no step for {now.age_s:.0f} s, after step {now.step:,}"))
+            found.append(("stalled", f"no sign of life for {now.age_s:.0f} s, after step {now.step:,}"))
         self._is_stalled = now.state in ("stalled", "silent")
         if now.state not in _ENDS:
             self._ended_at = None

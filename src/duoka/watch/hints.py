@@ -73,7 +73,7 @@ _SIGNS = (
     ),
     _Sign(
         lambda f: f.state in ("stalled", "silent"),
-        lambda f: f"no step for {format_seconds(f.age_s)}",
+        lambda f: f"no sign of life for {format_seconds(f.age_s)}",
         "press l for logs; `kill -USR1 PID` of a rank writes its stacks to logs/; faults.hang_after ends a hang",
     ),
     _Sign(
