@@ -84,6 +84,20 @@ def test_what_a_value_must_be_is_said_in_chinese_too() -> None:
     assert value_words(known_keys()["lora.targets"], "en") == "all, or a list of names"
 
 
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("stage.ld_alpha", "a number of at least 0 and at most 1"),
+        ("stage.label_smoothing", "a number of at least 0 and below 0.5"),
+        ("rl.top_p", "a number above 0 and at most 1"),
+        ("rl.tool_rounds", "a whole number of at least 1 and at most 1000"),
+        ("data.train.share", "a number above 0 and below 1"),
+    ],
+)
+def test_a_value_s_words_have_both_of_its_bounds_and_no_looser_one_beside_them(key: str, words: str) -> None:
+    assert value_words(known_keys()[key], "en") == words
+
+
 def test_every_code_and_every_kind_of_error_has_a_text_in_both_languages() -> None:
     kinds = [one for one in vars(duoka.errors).values() if isinstance(one, type) and issubclass(one, DuokaError)]
     wanted = {one.exit_code for one in kinds} | {0, INTERRUPTED, BROKEN_PIPE}

@@ -12,7 +12,7 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Len, Lt, MinLen
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from duoka.config.fields import Means, Section
@@ -262,17 +262,18 @@ def _list_words(inner: tuple[Any, ...]) -> str:
 
 
 def _bounds(metadata: tuple[Any, ...], each: str = "") -> str:
-    words = []
-    for item in metadata:
-        if isinstance(item, Ge):
-            words.append(f"of at least {item.ge:g}")
-        elif isinstance(item, Gt):
-            words.append(f"above {item.gt:g}")
-        elif isinstance(item, Lt):
-            words.append(f"below {item.lt:g}")
-        elif isinstance(item, (Len, MinLen)):
-            continue
+    """In words; of several bounds on one side the tightest alone, so that none is said that a value could not have."""
+    lows: list[tuple[Any, str]] = [(item.ge, f"of at least {item.ge:g}") for item in metadata if isinstance(item, Ge)]
+    lows += [(item.gt, f"above {item.gt:g}") for item in metadata if isinstance(item, Gt)]
+    tops: list[tuple[Any, str]] = [(item.lt, f"below {item.lt:g}") for item in metadata if isinstance(item, Lt)]
+    tops += [(item.le, f"at most {item.le:g}") for item in metadata if isinstance(item, Le)]
+    # Of an open and a closed bound at one number the open one holds: it stands last of the first, first of the second.
+    words = [word for _, word in (*sorted(lows, key=_number)[-1:], *sorted(tops, key=_number)[:1])]
     return f"{each} {' and '.join(words)}" if words else ""
+
+
+def _number(bound: tuple[Any, str]) -> Any:
+    return bound[0]
 
 
 def is_execution_key(name: str) -> bool:
