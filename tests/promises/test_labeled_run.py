@@ -173,8 +173,14 @@ def test_answers_to_one_prompt_alone_are_refused(case):
     answers = [{"prompt": "cat", "completion": word, "label": word != "ring"} for word in ("sum", "ring", "dog")]
     file.write_text("\n".join(map(json.dumps, answers)), encoding="utf-8")
     loaded = load_config(case / "run.yaml", [f"data.train=[{file}]", "data.eval=0"])
-    with pytest.raises(DataError, match="one prompt"):
+    with pytest.raises(DataError, match="one prompt") as found:
         prepare_data(loaded.config, case, case / "model")
+    assert "stage: dpo" in found.value.fix
+    # A small share held out of many prompts may be of one alone: that is said of data.eval, and of no other.
+    loaded = load_config(case / "run.yaml", ["data.eval=0.02"])
+    with pytest.raises(DataError, match=r"of data\.eval are to one prompt") as found:
+        prepare_data(loaded.config, case, case / "model")
+    assert "eval: 0" in found.value.fix and "held out" in found.value.where
 
 
 def test_the_report_shows_rewards_and_duoka_eval_refuses_labels(case):

@@ -108,7 +108,7 @@ def prepare_data(
     mixture = mix_parts(parts, config)
     train = as_samples(mixture.train, [found for found in kept if found.split == "train"], config)
     held_out = [found for found in kept if found.split == "eval"] or kept
-    evaluation = as_samples(mixture.eval, held_out, config) if mixture.eval else None
+    evaluation = as_samples(mixture.eval, held_out, config, held_out=True) if mixture.eval else None
     report = _build_report(mixture, train, evaluation, reports, notes, tokenizer, config)
     report = replace(report, mixture=_shares(mixture.train, [found for found in kept if found.split == "train"]))
     return PreparedData(train, evaluation, report, tokenizer.pad_id, _text_bytes(config.stage, tokenizer))
@@ -141,7 +141,7 @@ def _with_stream(
         store = TokenStore([part for _, part in parts])
         if not len(store):
             raise DataError("no sample is left in data.eval", fix="look at the counts above")
-        evaluation = as_samples(store, [found for found, _ in parts], config)
+        evaluation = as_samples(store, [found for found, _ in parts], config, held_out=True)
     report = DataReport(
         sets=tuple(reports),
         stream=source.sentence(),

@@ -25,7 +25,8 @@ class LabeledRows(AnswerRows):
 
     noun = "answers"
 
-    def __init__(self, store: TokenStore, max_length: int, *, of_pairs: bool) -> None:
+    def __init__(self, store: TokenStore, max_length: int, *, of_pairs: bool, held_out: bool = False) -> None:
+        """`held_out`: they are data.eval's, of which there may be few."""
         self.store = store
         self.max_length = max_length
         self.of_pairs = of_pairs
@@ -37,7 +38,7 @@ class LabeledRows(AnswerRows):
         else:
             self.lengths, self.num_targets, self.is_good = store.lengths, store.num_targets, store.marks == 1
         self.prompt_sizes = np.zeros(len(self.lengths), np.int64)  # tokens before the first target
-        self.partners = self._find_partners()  # (samples,) whose answer stands in for each one's own
+        self.partners = self._find_partners(held_out)  # (samples,) whose answer stands in for each one's own
         self.mismatched = MismatchedRows(self)
 
     def __len__(self) -> int:
@@ -70,7 +71,7 @@ class LabeledRows(AnswerRows):
     def _answer(self, index: int) -> Sample:
         return split_pair(self.store, index // 2)[index % 2] if self.of_pairs else self.store.sample(index)
 
-    def _find_partners(self) -> np.ndarray:
+    def _find_partners(self, held_out: bool) -> np.ndarray:
         digests = np.empty(len(self), np.uint64)
         for index in range(len(self)):
             answer = self._answer(index)
@@ -80,9 +81,13 @@ class LabeledRows(AnswerRows):
         # Where another prompt begins, seen as a ring: its last neighbor may be the first sample's.
         begins = np.flatnonzero(digests != np.roll(digests, 1))
         if not len(begins):
+            where = " of data.eval" if held_out else ""
             raise DataError(
-                "all labeled answers are to one prompt, and KTO compares each with an answer to another prompt",
-                fix="add answers to a second prompt, or take preference pairs:   stage: dpo",
+                f"all labeled answers{where} are to one prompt, and KTO compares each with an answer to another prompt",
+                where=f"held out: {len(self):,}" if held_out else None,
+                fix="hold out answers to a second prompt too, a larger share or number of them, or write   eval: 0"
+                if held_out
+                else "add answers to a second prompt, or take preference pairs:   stage: dpo",
             )
         places = np.arange(len(self))
         run = np.searchsorted(begins, places, side="right") - 1  # of answers to one prompt; -1: the last one, round

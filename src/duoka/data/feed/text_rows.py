@@ -73,8 +73,10 @@ class TextRows:
         return parts
 
 
-def as_samples(store: TokenStore, sets: Sequence[ResolvedSet], config: RunConfig) -> TokenStore | TextRows | AnswerRows:
-    """The samples of training and evaluation: conversations as they are, plain text in rows, answers as judged."""
+def as_samples(
+    store: TokenStore, sets: Sequence[ResolvedSet], config: RunConfig, *, held_out: bool = False
+) -> TokenStore | TextRows | AnswerRows:
+    """The samples of training or of evaluation: conversations as they are, plain text in rows, answers as judged."""
     kinds = {found.form.kind for found in sets}
     takes_labels = "labeled" in config.stage.kind.records
     if not kinds & {"text", "preference"} and not (takes_labels and "labeled" in kinds):
@@ -86,5 +88,5 @@ def as_samples(store: TokenStore, sets: Sequence[ResolvedSet], config: RunConfig
     if kinds == {"text"}:
         return TextRows(store, config.data.max_length)
     if takes_labels:
-        return LabeledRows(store, config.data.max_length, of_pairs=kinds == {"preference"})
+        return LabeledRows(store, config.data.max_length, of_pairs=kinds == {"preference"}, held_out=held_out)
     return PairRows(store)
