@@ -41,8 +41,8 @@ def sigma(x):
 def loss_of(kind, w, l, w0, l0, *, beta=0.1, epsilon=0.0, gamma=0.5, alpha=1.0):  # noqa: E741
     """One pair's loss from log-probabilities of tokens: of both answers, and of both under the reference."""
     m = min(len(w), len(l))
-    s_w, s_l = w[:m].sum() + alpha * w[m:].sum(), l[:m].sum() + alpha * l[m:].sum()
-    r_w, r_l = s_w - w0.sum(), s_l - l0.sum()
+    s_w, s_l, s0_w, s0_l = (one[:m].sum() + alpha * one[m:].sum() for one in (w, l, w0, l0))
+    r_w, r_l = s_w - s0_w, s_l - s0_l
     a_w, a_l = w.mean(), l.mean()
     delta = r_w - r_l
     formulas = {

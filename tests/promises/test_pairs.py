@@ -136,7 +136,7 @@ def compare(case, oracle, loss, split):
         error = relative([step[key] for step in steps], want)
         assert error < TOLERANCE, f"{key} of {loss}, {split}, is off by {error}"
     if "drift" in steps[0]:
-        assert (steps[0]["drift"] < 1e-6 and abs(steps[0]["margin"]) < 1e-5) or loss == "ld"
+        assert steps[0]["drift"] < 1e-6 and abs(steps[0]["margin"]) < 1e-5
         assert steps[-1]["drift"] > 1e-3
     if loss in ("sigmoid", "hinge"):
         beta = LOSSES[loss][1].get("beta", 0.1)

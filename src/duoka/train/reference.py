@@ -32,7 +32,7 @@ from duoka.parallel.inputs import model_inputs
 from duoka.parallel.precision import compute_in
 from duoka.plan.layout import Layout
 from duoka.runs.cache import cache_folder, make_folder
-from duoka.train.stages.documents import document_sums
+from duoka.train.stages.documents import document_sums, pair_weights
 from duoka.units import format_seconds
 
 REFERENCE_VERSION = 2  # raise it when the same model and data would give other numbers
@@ -80,6 +80,8 @@ class ReferencePass:
             # A base under adapters lies in the type that computes, trained weights in fp32.
             "precision": [self.layout.precision, lora is not None],
         }
+        if self._beyond != 1:
+            facts["beyond the shorter answer"] = self._beyond
         if is_new(self.model):
             facts["random weights"] = config.train.seed
         if config.weights_type(self.layout.precision) != "fp32" and lora is None:
@@ -88,6 +90,12 @@ class ReferencePass:
         if self.layout.is_sharded and self.layout.precision != "fp32" and lora is None:
             facts["rounded"] = "by layers"
         return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    @property
+    def _beyond(self) -> float:
+        """What a token beyond the shorter answer's length counts, in the reference as in the trained model (LD-DPO): or
+        a model that has not moved would find longer answers better than it did."""
+        return 1.0 if self.config.stage.ld_alpha is None else self.config.stage.ld_alpha
 
     @torch.no_grad()
     def _compute(self, rows: AnswerRows) -> np.ndarray:
@@ -109,6 +117,8 @@ class ReferencePass:
                         continue
                     with compute_in(layout.precision, device):
                         logps, _ = model(**model_inputs(part, device), answer="logps")
+                    if self._beyond != 1 and part.sides is not None:
+                        logps = logps.double() * pair_weights(part, self._beyond).to(device)
                     if plan.sample_ids:
                         columns.append(document_sums(logps, part).view(len(plan.sample_ids), -1))
                 if columns:

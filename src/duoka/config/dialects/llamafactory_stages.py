@@ -29,7 +29,7 @@ def pref_rows() -> list[Row]:
         *implemented("pref_ftx", "stage.sft_weight", _of(_COMPARING, _ftx), "orpo has 1 of it by itself"),
         *implemented("dpo_label_smoothing", "stage.label_smoothing", _of(_PAIRS, _smoothing)),
         *implemented("simpo_gamma", "stage.gamma", _of(_PAIRS, _gamma), "with pref_loss simpo"),
-        *implemented("ld_alpha", "stage.ld_alpha", _of(_PAIRS, _number("ld_alpha"))),
+        *implemented("ld_alpha", "stage.ld_alpha", _of(_PAIRS, _number("ld_alpha")), "of the reference's tokens too"),
         *implemented("kto_chosen_weight", "stage.desirable_weight", _of(_LABELED, _number("kto_chosen_weight"))),
         *implemented("kto_rejected_weight", "stage.undesirable_weight", _of(_LABELED, _number("kto_rejected_weight"))),
         *implemented("pref_bco_weight", "", _of(_PAIRS, _no_bco), "above 0 it is refused"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from duoka.data.feed.answers import PADDING
 from duoka.data.feed.loader import IGNORED, Batch
 
 
@@ -19,6 +20,15 @@ def document_sums(values: torch.Tensor, micro: Batch) -> torch.Tensor:
 def count_targets(micro: Batch) -> torch.Tensor:
     """(documents,) float64 on the host: how many target tokens each document has."""
     return document_sums(micro.labels != IGNORED, micro)
+
+
+def pair_weights(micro: Batch, weight: float) -> torch.Tensor:
+    """(rows, tokens) on the host: `weight` for tokens beyond the length of the pair's shorter answer, else 1."""
+    assert micro.sides is not None
+    counts, real = count_targets(micro), (micro.sides != PADDING).nonzero().view(-1, 2)
+    fewest = counts.clone()
+    fewest[real] = counts[real].amin(dim=1, keepdim=True).expand(-1, 2)
+    return weights_beyond(micro, fewest, weight)
 
 
 def weights_beyond(micro: Batch, first: torch.Tensor, weight: float) -> torch.Tensor:

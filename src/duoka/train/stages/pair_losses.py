@@ -21,7 +21,7 @@ class Answers:
     logp: torch.Tensor
     whole: torch.Tensor
     count: torch.Tensor  # of target tokens
-    reference: torch.Tensor  # the whole log-probability at the run's start
+    reference: torch.Tensor  # `logp` at the run's start, with the same weights
 
     @property
     def mean(self) -> torch.Tensor:

@@ -22,7 +22,7 @@ from duoka.model.dropout import stop_dropout
 from duoka.parallel.inputs import model_inputs
 from duoka.parallel.measure import Measured, measure_objective
 from duoka.parallel.objective import Sums
-from duoka.train.stages.documents import count_targets, document_sums, weights_beyond
+from duoka.train.stages.documents import count_targets, document_sums, pair_weights
 from duoka.train.stages.pair_losses import Answers, PairSettings, pair_loss, reward
 from duoka.train.stages.stage import Stage
 from duoka.train.stages.start import check_start
@@ -88,9 +88,7 @@ class Pairs(Stage):
         counts = count_targets(micro)
         weighted = whole = document_sums(logps, micro)
         if self.settings.ld_alpha != 1:
-            fewest = counts.clone()
-            fewest[real] = counts[real].amin(dim=1, keepdim=True).expand(-1, 2)
-            weights = weights_beyond(micro, fewest, self.settings.ld_alpha)
+            weights = pair_weights(micro, self.settings.ld_alpha)
             weighted = document_sums(logps.double() * weights.to(logps.device), micro)
         known = torch.zeros_like(counts) if micro.reference is None else micro.reference
         device = logps.device
@@ -112,8 +110,7 @@ class Pairs(Stage):
             "logp_rejected": rejected.whole.sum(),
         }
         if self.has_reference:
-            moved = (chosen.whole - chosen.reference).abs() + (rejected.whole - rejected.reference).abs()
-            found["drift"] = (moved / (chosen.count + rejected.count)).sum()
+            found["drift"] = ((chosen.moved.abs() + rejected.moved.abs()) / (chosen.count + rejected.count)).sum()
         return found
 
     def check_first(self, metrics: Mapping[str, float], precision: str) -> None:
