@@ -162,6 +162,22 @@ def test_a_pair_is_one_sample_with_both_answers_as_targets(
     assert learned == ["good<|im_end|>", "worse<|im_end|>"]
 
 
+@pytest.mark.parametrize(("stage", "on_long", "kept", "is_said"), [
+    ("reward", "truncate", 3, True), ("reward", "drop", 1, False), ("dpo", "truncate", 3, False),
+])  # fmt: skip
+def test_answers_that_are_scored_where_they_were_cut_are_told_of(
+    tiny_tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: Any, on_long: str, kept: int,
+    is_said: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
+    answers = [("good", "worse"), ("good " * 30, "worse"), ("good", "worse " * 30)]
+    pairs = [{"prompt": "q", "chosen": good, "rejected": worse} for good, worse in answers]
+    config = config_for(write_jsonl(tmp_path / "pairs.jsonl", pairs), max_length=64, on_long=on_long)
+    found = prepare_data(config.model_copy(update={"stage": StageConfig(name=stage)}), tmp_path, tiny_tokenizer_folder)
+    assert len(found.train) == kept
+    assert any("of 2 pairs data.max_length (64) cut an answer" in note for note in found.report.notes) is is_said
+
+
 def test_a_label_is_kept_beside_its_sample(prepared: Any) -> None:
     records = [{"messages": [ASK, GOOD], "label": True}, {"messages": [ASK, GOOD], "label": False}]
     store = prepared(records).train

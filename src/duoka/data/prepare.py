@@ -29,7 +29,7 @@ from duoka.data.mixture import Mixture, mix_parts
 from duoka.data.prompts import prepare_prompts
 from duoka.data.read.records import FilePiece, find_pieces, read_piece
 from duoka.data.read.registry import MOST_FAULTS, ResolvedSet, find_sets, max_record_bytes
-from duoka.data.report import DataReport, SetReport, count_lengths, label_notes, measure_padding
+from duoka.data.report import DataReport, SetReport, count_lengths, cut_notes, label_notes, measure_padding
 from duoka.data.set_key import key_of
 from duoka.data.tokens.rows import refuse_without_row
 from duoka.data.tokens.template import Sample
@@ -188,6 +188,8 @@ def _build_report(
         notes.append(f"no answer ends with {named}, so a chat may not know when to stop")
     if isinstance(train, LabeledRows):
         notes += label_notes(train, config.stage)
+    if config.stage.kind.scores:
+        notes += cut_notes(reports, config.data.max_length)
     # A pair is two rows: how many tokens padding takes is not a matter of one length.
     padding = None if isinstance(train, AnswerRows) else measure_padding(_any_plan(store, config), config.sample_tokens)
     return DataReport(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,16 @@ def label_notes(answers: LabeledRows, stage: StageConfig) -> list[str]:
             f"stage.desirable_weight: {low} to {high}"
         )
     return notes
+
+
+def cut_notes(sets: Sequence[SetReport], max_length: int) -> list[str]:
+    """Before scores are learned: that of an answer that was cut in the middle of a sentence; it is read at an end."""
+    num_cut = sum(one.counts.num_truncated for one in sets)
+    if not num_cut:
+        return []
+    what = f"of {num_cut:,} pairs data.max_length ({max_length:,}) cut an answer"
+    fix = "raise max_length, or leave such pairs out:   on_long: drop"
+    return [f"{what}, whose score is learned where it was cut: {fix}"]
 
 
 def count_lengths(lengths: np.ndarray) -> tuple[tuple[int, int], ...]:
