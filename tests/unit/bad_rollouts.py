@@ -5,6 +5,7 @@ ASKS = "data: {train: [task:sort]}\n"
 ROLLOUT_CONTRADICTIONS = {
     "rl-is-another-stage": "model: demo\ndata: {train: [a]}\nrl: {samples: 4}\n",
     "rl-batch-of-prompts": RL + "train: {global_batch: 8k tokens}\n" + ASKS,
+    "rl-micro-above-answers": RL + "train: {global_batch: 2, micro_batch: 17}\nrl: {samples: 8}\n" + ASKS,
     "rl-answer-has-no-room": RL + "rl: {max_new_tokens: 64}\ndata: {train: [task:sort], max_length: 64}\n",
     "rl-data-are-prompts": RL + "data: {train: [task:sort], eval: 0.1}\n",
     "rl-prompts-count-once": RL + "data: {train: [{name: task:sort, epochs: 2}]}\n",

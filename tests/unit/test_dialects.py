@@ -269,6 +269,8 @@ def test_rows_point_to_keys_that_are_there_or_are_refused_when_asked() -> None:
         ({"quantization_bit": 4, "finetuning_type": "full"}, ("finetuning_type: lora",)),
         ({"quantization_bit": 4, "quantization_method": "hqq"}, ("another packer",)),
         ({"finetuning_type": "oft"}, ("oft is not there yet",)),
+        ({"expert_model_parallel_size": 2}, ("duoka's own YAML", "parallel.expert")),
+        ({"streaming": True}, ("data.stream, in duoka's own YAML",)),
         ({"freeze_trainable_layers": 0, "finetuning_type": "freeze"}, ("other than 0",)),
         ({"use_llama_pro": True}, ("finetuning_type: freeze",)),
         ({"save_strategy": "best"}, ("needs evaluation data",)),

@@ -42,6 +42,13 @@ def test_flags_write_a_yaml_and_the_plan_says_whether_it_fits(here: Path, capsys
     assert config.data.max_length == 512 and config.lora is not None and config.output == "runs/mine"
 
 
+@pytest.mark.parametrize("page", ["finetune.md", "finetune.zh-CN.md"])
+def test_the_page_shows_the_file_that_is_written_whole(page: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "howto" / page).read_text(encoding="utf-8")
+    written = first_yaml("demo", ["mine.jsonl"], "lora", 1024, "mine.yaml")
+    assert f"```yaml\n{written}```\n" in text
+
+
 def test_what_would_not_fit_is_written_and_ends_with_4(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "large").mkdir()
     facts = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,

@@ -43,6 +43,10 @@ def test_its_flags_are_keys_and_the_rates_are_those_of_the_run_before(capsys):
         "optim.embedding_lr=0.005 ", "optim.schedule=linear",
     ):  # fmt: skip
         assert word in said, (word, said)
+    # 2 prompts of 4 answers are 8 at once; prompts were counted where answers are.
+    words = ["rl", "--source=sft", "--device_batch_size=8", "--num_samples=4", "--examples_per_step=2"]
+    assert run([*words, "--data=task:arithmetic", "--dry-run"]) == 2, "its model is no model"
+    assert "train.global_batch" not in capsys.readouterr().err.split("means:")[1].split("\n", 1)[1]
     assert run(["rl", "--dry-run"]) == 2
     assert "--data task:gsm8k:FOLDER" in capsys.readouterr().err
     assert run(["rl", "--source=base", "--data=task:sort"]) == 2

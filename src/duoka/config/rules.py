@@ -41,7 +41,7 @@ def _max_length_is_more_than_the_batch(c: RunConfig) -> bool:
 
 
 def _micro_is_more_than_global(c: RunConfig) -> bool:
-    if c.train.micro_batch == "auto":
+    if c.train.micro_batch == "auto" or c.stage.kind.draws:  # one counts answers there, and the other prompts
         return False
     micro, batch = parse_amount(c.train.micro_batch), parse_amount(c.train.global_batch)
     return micro.unit == batch.unit and micro.count > batch.count

@@ -21,6 +21,13 @@ def _draws(c: RunConfig) -> bool:
     return c.stage.kind.draws
 
 
+def _micro_is_more_than_all_answers(c: RunConfig) -> bool:
+    if not _draws(c) or c.train.micro_batch == "auto":
+        return False
+    micro, batch = parse_amount(c.train.micro_batch), parse_amount(c.train.global_batch)
+    return micro.unit == batch.unit and micro.count > batch.count * c.rl.samples
+
+
 def _is_reward(name: str) -> bool:
     return name == TASK_REWARD or ".py:" in name or (name.startswith(JUDGE) and name != JUDGE)
 
@@ -52,6 +59,14 @@ RL_RULES: tuple[Rule, ...] = (
         lambda c: _draws(c) and parse_amount(c.train.global_batch).unit != "samples",
         'train.global_batch is "{c.train.global_batch}", and stage rl counts prompts, each answered rl.samples times',
         "write for example:   global_batch: 16",
+    ),
+    Rule(
+        "rl-micro-above-answers",
+        ("train.micro_batch", "train.global_batch", "rl.samples", "stage"),
+        _micro_is_more_than_all_answers,
+        "train.micro_batch is {c.train.micro_batch} answers, and a step has fewer: train.global_batch "
+        "({c.train.global_batch}) prompts, each answered rl.samples ({c.rl.samples}) times",
+        "write:   micro_batch: auto   or a larger global_batch",
     ),
     Rule(
         "rl-answer-has-no-room",

@@ -162,7 +162,10 @@ def _rows() -> list[Row]:
         *reported("of TPUs, which duoka does not use", "downcast_bf16", "tpu_env", "tpu_name", "tpu_zone",
                   "tpu_use_cluster", "tpu_use_sudo", "tpu_vm"),
         *reported("scales are per tensor and found anew at each product (train.precision: fp8)", "fp8_config"),
-        *refused("it is not there yet", "parallelism_config", "megatron_lm_config", "kt_config"),
+        *refused("axes of a model are written in duoka's own YAML: duoka explain parallel.tensor, parallel.sequence, "
+                 "parallel.strategy", "parallelism_config"),
+        *refused("Megatron is another trainer", "megatron_lm_config"),
+        *refused("KTransformers is another engine", "kt_config"),
     ]  # fmt: skip
 
 

@@ -151,7 +151,8 @@ def _refused_methods() -> list[Row]:
 
 def _refused_training() -> list[Row]:
     return [
-        *refused("data that streams is not there yet; local files are tokenized once and memory-mapped", "streaming"),
+        *refused("local files are tokenized once and memory-mapped; plain text in Parquet is read while it is learned "
+                 "with data.stream, in duoka's own YAML", "streaming"),
         *refused("sets are laid end to end and shuffled; weights can be given in duoka's own data.train",
                  "mix_strategy", "interleave_probs", off=("concat",)),
         *refused("every epoch is shuffled with the seed", "disable_shuffling"),
@@ -171,10 +172,10 @@ def _refused_training() -> list[Row]:
         *reported("how FSDP wraps, gathers and saves is duoka's own; it changes no result", "fsdp_config",
                   "fsdp_min_num_params"),
         *refused("axes of a model are written in duoka's own YAML, where a batch is of all ranks: duoka explain "
-                 "parallel.tensor, parallel.pipeline, parallel.sequence", "parallelism_config",
+                 "parallel.tensor, parallel.pipeline, parallel.sequence, parallel.expert", "parallelism_config",
                  "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-                 "hyper_parallel_cp_size", "virtual_pipeline_model_parallel_size", "sequence_parallel", off=(1,)),
-        *refused("an axis of experts is not there yet", "expert_model_parallel_size", off=(1,)),
+                 "hyper_parallel_cp_size", "virtual_pipeline_model_parallel_size", "sequence_parallel",
+                 "expert_model_parallel_size", off=(1,)),
     ]  # fmt: skip
 
 
