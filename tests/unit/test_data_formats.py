@@ -105,6 +105,30 @@ def test_tool_calls_are_kept_in_either_spelling() -> None:
     assert first.tools == '[{"name": "w"}]'
 
 
+def test_openais_first_form_of_calls_loses_none() -> None:
+    """`function_call` beside the words, answers of the role `function`, and `functions`: files from before tools."""
+    call = {"name": "w", "arguments": '{"a": 1}'}
+    record: dict[str, Any] = {
+        "messages": [
+            {"role": "user", "content": "weather?"},
+            {"role": "assistant", "content": "I look.", "function_call": call},
+            {"role": "function", "name": "w", "content": "sunny"},
+            {"role": "assistant", "content": "Sunny.", "function_call": None},
+        ],
+        "functions": [{"name": "w"}],
+    }
+    form = detect_format(record)
+    assert form is not None
+    found = read_example(record, form)
+    assert [message.role for message in found.messages] == ["user", "assistant", "tool", "assistant"]
+    assert found.messages[1].content == "I look."
+    assert found.messages[1].tool_calls == '[{"name": "w", "arguments": {"a": 1}}]'
+    assert found.messages[3].tool_calls is None
+    assert found.tools == '[{"name": "w"}]'
+    record["messages"][1]["content"] = None
+    assert read_example(record, form).messages[1].content == ""
+
+
 def test_a_tool_answers_a_call_that_is_written_as_text() -> None:
     """As in LLaMA-Factory's own glaive sets: human, gpt, observation, gpt."""
     turns = [("human", "Weather?"), ("gpt", "I look it up."), ("observation", "sunny"), ("gpt", "Sunny.")]

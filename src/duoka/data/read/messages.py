@@ -44,7 +44,14 @@ def read_messages(record: dict[str, Any], form: SetFormat) -> tuple[list[Message
     messages = [read_turn(turn, place, form.tags) for place, turn in enumerate(turns, start=1)]
     if form.columns.get("completion"):
         messages = _with_completion(messages, record, form)
-    return with_system(messages, record, form), record.get(form.columns.get("tools", ""))
+    return with_system(messages, record, form), _tools_of(record, form)
+
+
+def _tools_of(record: dict[str, Any], form: SetFormat) -> Any:
+    """What the record's tools are; `functions` is OpenAI's first name of them."""
+    column = form.columns.get("tools", "")
+    tools = record.get(column)
+    return record.get("functions") if tools is None and column == "tools" else tools
 
 
 def listed(value: Any, column: str) -> Any:
@@ -97,7 +104,7 @@ def read_turn(turn: Any, place: int, tags: Mapping[str, str]) -> Message:
     role_tag, content_tag = tags["role_tag"], tags["content_tag"]
     if not isinstance(turn, dict):
         raise BadRecord(f"message {place} must be an object with {role_tag!r} and {content_tag!r}")
-    if role_tag not in turn or (content_tag not in turn and "tool_calls" not in turn):
+    if role_tag not in turn or (content_tag not in turn and "tool_calls" not in turn and "function_call" not in turn):
         missing = role_tag if role_tag not in turn else content_tag
         raise BadRecord(f"message {place} has no {missing!r}; it has {names_of(turn)}", misread=True)
     given = turn[role_tag]
@@ -108,6 +115,8 @@ def read_turn(turn: Any, place: int, tags: Mapping[str, str]) -> Message:
         raise BadRecord(f"message {place} has the unknown role {given!r}; known: {names_of(roles)}", fix, misread=True)
     role = roles[given]
     content, calls = turn.get(content_tag), turn.get("tool_calls")
+    if calls is None and role_tag == "role":
+        calls = turn.get("function_call")  # OpenAI's first form: one call beside the words
     if role == "function":
         return Message("assistant", "", _read_calls(content, place), _is_learned(turn, place), _read_reasoning(turn))
     # Words of OpenAI's messages, which templates know; in another's they may be columns of its own.
@@ -153,6 +162,8 @@ def _roles(tags: Mapping[str, str]) -> dict[str, str]:
     roles = {tags[tag]: role for tag, role in names.items() if tags.get(tag)}
     if tags.get("system_tag") == "system":
         roles.setdefault("developer", "system")  # OpenAI's later name of the same role
+        if tags["role_tag"] == "role":
+            roles.setdefault("function", "tool")  # and its first name of this one
     return roles
 
 
