@@ -266,6 +266,13 @@ def test_a_line_that_means_nothing_here_says_what_to_type(
     assert what in said and fix in said, said
 
 
+def test_others_env_is_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["accelerate", "env"], ["llamafactory-cli", "env"]):
+        assert run(words) == 0
+        assert "means:   duoka env\n" in capsys.readouterr().err
+    assert meaning_of_accelerate(["test"]).words == ("doctor",)
+
+
 def test_what_is_mended_is_said_before_anything_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "no.yaml", "–nproc", "2"]) == 2
     assert capsys.readouterr().err.startswith("note: –nproc is read as --nproc")

@@ -217,7 +217,8 @@ def test_split_keeps_every_target_and_counts(prepared: Any) -> None:
     assert counts.num_targets == whole.report.sets[0].counts.num_targets
     assert counts.num_split > 0 and counts.num_parts > counts.num_split and counts.num_truncated == 0
     assert int(split.train.lengths.max()) <= 24
-    assert f"{counts.num_split} split into {counts.num_parts}" in split.report.sets[0].line()
+    line = split.report.sets[0].line()
+    assert "20 of 20 kept" in line and f"{counts.num_split} split into {counts.num_parts}" in line
 
 
 def test_text_that_was_damaged_before_us_is_counted_and_said(prepared: Any) -> None:

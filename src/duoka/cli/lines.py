@@ -138,7 +138,7 @@ def meaning_of_accelerate(words: Sequence[str]) -> Meaning:
             fix="leave it out; a file of it is read by   duoka accelerate launch --config_file FILE train.py x.yaml",
         )
     if words and words[0] in ("env", "test"):
-        return Meaning(("doctor",))
+        return Meaning(("env" if words[0] == "env" else "doctor",))
     if words and words[0] == "estimate-memory":
         names = [word for word in words[1:] if not word.startswith("-")]
         fix = "write a YAML with   model: NAME   and ask:   duoka plan x.yaml   (or   duoka plan --params 7B)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-_ACTIONS = {"train": "train", "export": "export", "chat": "chat", "eval": "eval", "env": "doctor"}
+_ACTIONS = {"train": "train", "export": "export", "chat": "chat", "eval": "eval", "env": "env"}
 _ELSEWHERE = {
     "api": "OpenAI's API, and a chat page, of a run, a model or a folder of weights:   duoka serve RUN",
     "webchat": "in the terminal:   duoka chat FILE   or as a page:   duoka serve RUN",

@@ -37,7 +37,8 @@ class SetReport:
 
     def line(self) -> str:
         counts = self.counts
-        parts = [f"{counts.num_kept:,} of {counts.num_records:,} kept"]
+        num_kept = counts.num_kept - counts.num_parts + counts.num_split  # records, as what it is said beside
+        parts = [f"{num_kept:,} of {counts.num_records:,} kept"]
         for number, words in (
             (counts.num_truncated, "truncated"),
             (counts.num_dropped_long, "too long, dropped"),
