@@ -129,6 +129,7 @@ def test_words_of_a_message_and_a_log_lead_to_their_topic(tmp_path: Path) -> Non
         ("[Errno 111] Connection refused", "Connection refused, or timed out"),
         ("The server socket has failed to bind: errno: 98 - Address already in use", "Address already in use"),
         ("NCCL error: unhandled system error", "NCCL unhandled system error"),
+        ("RuntimeError: Distributed package doesn't have NCCL built in", "A script asks for nccl, and there is none"),
     ):
         entry = find_entry(text, "en")
         assert entry is not None and entry.title == title, text

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 @click.command(
     "launch",
     help="Run SCRIPT on N processes of this machine, with RANK, WORLD_SIZE, MASTER_ADDR, ... set for "
-    "torch.distributed. What follows SCRIPT is the script's own. Several machines: type it on each, with --nodes 2 "
+    "torch.distributed. What follows SCRIPT is the script's own. The screen shows what rank 0 prints; what each rank "
+    "printed lies in logs/ of the output folder. Several machines: type it on each, with --nodes 2 "
     "--meet HOST:PORT and one --output on a disk that they share, or with NNODES, NODE_RANK, MASTER_ADDR and "
     "MASTER_PORT in front.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
