@@ -210,3 +210,20 @@ def test_a_tokenizer_is_one_folder_wherever_it_is_named(tmp_path, tiny_model, mo
     for name in ("org/not-there", "./no/folder"):
         with pytest.raises(ConfigError, match=r"model\.tokenizer is"):
             resolve(name)
+
+
+@pytest.mark.parametrize("weights", ["none", "one file", "shards"])
+def test_an_adapter_beside_a_config_is_no_model_and_beside_weights_one_too_many(tmp_path, tiny_model, weights):
+    """Some tools write config.json into an adapter's folder: it must not be said that its file wants another name."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (folder / "adapter_config.json").write_text("{}")
+    shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")
+    if weights != "one file":
+        (folder / "model.safetensors").unlink()
+    if weights == "shards":
+        shutil.copy(folder / "adapter_model.safetensors", folder / "model-00001-of-00001.safetensors")
+    (fault,) = check_model(config_of(str(folder)), tmp_path)
+    words, fix = (
+        ("an adapter, not a model", "base model") if weights == "none" else ("and an adapter", "move adapter_c")
+    )
+    assert words in fault.what and fix in fault.fix

@@ -20,10 +20,11 @@ from urllib.request import getproxies
 from duoka.config.adapters import check_adapters
 from duoka.config.paths import given_path, is_folder, is_there
 from duoka.config.schema import ModelConfig, RunConfig
-from duoka.errors import ConfigError, Fault, typed
+from duoka.errors import ConfigError, Fault
 from duoka.hub.adapter_files import check_fit
 from duoka.hub.demo_model import INSTALL, convert_demo_model, missing_packages
 from duoka.hub.new_model import MORE_TEMPLATES, TOKENIZER_FILES, new_model_folder, scratch_folder
+from duoka.hub.other_folders import WRITE, find_other, has_config
 from duoka.hub.weight_files import find_damage
 from duoka.runs.cache import cache_folder
 from duoka.runs.folder import read_json
@@ -62,11 +63,10 @@ def find_model(model: ModelConfig, base: Path) -> ModelSource:
             is_run = not (folder / "config.json").is_file() and (result / "config.json").is_file()
             return ModelSource(folder=(result if is_run else folder).resolve())
     if not _is_hub_id(name) or is_there(given):
-        raise ConfigError(f"model.name is {name!r}, and there is no such folder", fix=_WRITE)
+        raise ConfigError(f"model.name is {name!r}, and there is no such folder", fix=WRITE)
     return ModelSource(hub_id=name)
 
 
-_WRITE = "write a folder with config.json and *.safetensors, a Hub id such as Qwen/Qwen3-0.6B, or demo"
 _MAKE_TOKENIZER = "make one from your text:   duoka data tokenizer FILES --out tok"
 
 
@@ -84,7 +84,7 @@ def check_model(config: RunConfig, base: Path) -> list[Fault]:
         cached = _cached_hub_folder(source.hub_id, config.model.revision, partial(_is_whole, config.model))
         if cached is not None:
             return _check_local(config, base, cached)
-        return _check_hub("model.name", source.hub_id, _WRITE) or check_adapters(config, base)
+        return _check_hub("model.name", source.hub_id, WRITE) or check_adapters(config, base)
     if source.folder is None:
         return []
     return _check_folder(source.folder, config.model) or _check_local(config, base, source.folder)
@@ -198,13 +198,10 @@ def _check_folder(folder: Path, model: ModelConfig) -> list[Fault]:
     def fault(what: str, fix: str) -> list[Fault]:
         return [Fault(f"model.name is {str(folder)!r}, {what}", key="model.name", fix=fix)]
 
-    config = folder / "config.json"
-    if (folder / "adapter_config.json").is_file() and not config.is_file():
-        return fault("which holds an adapter, not a model", "name the base model here")
-    if not config.is_file():
-        return fault(*_no_model(folder))
+    if (other := find_other(folder)) is not None and not (model.from_scratch and has_config(folder)):
+        return fault(*other)
     try:
-        facts = json.loads(config.read_text(encoding="utf-8"))
+        facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return fault(f"whose config.json cannot be read ({error})", "copy the model again")
     if not isinstance(facts, dict) or "model_type" not in facts:
@@ -227,30 +224,6 @@ def _check_folder(folder: Path, model: ModelConfig) -> list[Fault]:
     if not has_tokenizer(folder):
         return fault("which has no tokenizer", "copy tokenizer.json and tokenizer_config.json beside the weights")
     return []
-
-
-def _no_model(folder: Path) -> tuple[str, str]:
-    """What a folder without a config.json is, and what makes a model of it."""
-    if (folder / "latest").is_file() or any(folder.glob("*model_states.pt")):
-        return (
-            "which holds a checkpoint of DeepSpeed",
-            f"make a model of it:   duoka import-checkpoint {typed(folder)} --model BASE -o DIR",
-        )
-    if any(folder.glob("*.distcp")) or any(folder.glob("*/*.distcp")):
-        shards = next((path.parent for path in folder.glob("*/*.distcp")), folder)
-        return (
-            "which holds the shards of a distributed checkpoint (*.distcp)",
-            f"make a model of them:   accelerate merge-weights {typed(shards)} DIR   and put config.json and the "
-            "tokenizer beside them",
-        )
-    return "which is no model: it has no config.json", _WRITE
-
-
-def refuse_no_model(folder: Path) -> None:
-    """Refuse a folder without a config.json, which every reader would miss in words of its own."""
-    if not (folder / "config.json").is_file():
-        what, fix = _no_model(folder)
-        raise ConfigError(f"{folder} is a folder {what}", fix=fix)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -392,5 +365,5 @@ def _fetch_hub_folder(key: str, hub_id: str, model: ModelConfig, say: Callable[[
         print(f"  ({type(error).__name__}: {str(error).splitlines()[0]})", file=sys.stderr)
         raise ConfigError(
             f"{key} is {hub_id!r}: no folder of that name, and it could not be fetched from the Hub",
-            fix=_WRITE if key == "model.name" else _MAKE_TOKENIZER,
+            fix=WRITE if key == "model.name" else _MAKE_TOKENIZER,
         ) from None

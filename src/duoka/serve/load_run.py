@@ -18,8 +18,9 @@ from duoka.config.load import load_config
 from duoka.config.schema import LoraConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError, Faults, typed
 from duoka.hub.base import other_base, read_base, read_identity, refuse_other_base
-from duoka.hub.models import find_model, has_tokenizer, model_folder, refuse_no_model, resolve_tokenizer
+from duoka.hub.models import find_model, has_tokenizer, model_folder, resolve_tokenizer
 from duoka.hub.models import gives_scores as folder_gives_scores
+from duoka.hub.other_folders import refuse_no_model
 from duoka.runs.find import last_of_stages
 from duoka.runs.folder import RunFolder, read_json
 

@@ -1,0 +1,52 @@
+"""Folders that are named as a model and are something else: what they are, and what makes a model of them.
+
+models.py asks as part of its checks, and serve/load_run.py of what `chat`, `eval` and `export` name. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from duoka.errors import ConfigError, typed
+
+WRITE = "write a folder with config.json and *.safetensors, a Hub id such as Qwen/Qwen3-0.6B, or demo"
+_ADAPTER, _ADAPTERS_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def has_config(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def find_other(folder: Path) -> tuple[str, str] | None:
+    """(what it is, what to do) of a folder that is no model, or more than one; None: it may be one."""
+    if (folder / _ADAPTER).is_file():
+        own = [path for path in folder.glob("*.safetensors") if path.name != _ADAPTERS_WEIGHTS]
+        if not has_config(folder) or not own:
+            return "which holds an adapter, not a model", "name the base model here"
+        return (
+            f"which holds a model and an adapter ({_ADAPTER}): transformers reads both as one, where it reads it whole",
+            f"move {_ADAPTER} and {_ADAPTERS_WEIGHTS} to a folder of their own, which lora.adapter may name",
+        )
+    return None if has_config(folder) else _other_checkpoint(folder)
+
+
+def _other_checkpoint(folder: Path) -> tuple[str, str]:
+    if (folder / "latest").is_file() or any(folder.glob("*model_states.pt")):
+        return (
+            "which holds a checkpoint of DeepSpeed",
+            f"make a model of it:   duoka import-checkpoint {typed(folder)} --model BASE -o DIR",
+        )
+    shards = [path.parent for pattern in ("*.distcp", "*/*.distcp") for path in folder.glob(pattern)]
+    if shards:
+        return (
+            "which holds the shards of a distributed checkpoint (*.distcp)",
+            f"make a model of them:   accelerate merge-weights {typed(shards[0])} DIR   and put config.json and the "
+            "tokenizer beside them",
+        )
+    return "which is no model: it has no config.json", WRITE
+
+
+def refuse_no_model(folder: Path) -> None:
+    """Refuse a folder without a config.json, which every reader would miss in words of its own."""
+    if not has_config(folder) and (other := find_other(folder)) is not None:
+        raise ConfigError(f"{folder} is a folder {other[0]}", fix=other[1])
