@@ -201,7 +201,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     _open_closed_streams()
     _print_what_can_be_printed()
     from duoka.cli.typed import mend, without_local_rank
+    from duoka.runs.cache import lend_temporary_folder
 
+    lend_temporary_folder()
     words, notes = mend(without_local_rank(sys.argv[1:] if arguments is None else arguments, os.environ))
     for note in notes:
         click.echo(f"note: {note}", err=True)
@@ -252,6 +254,10 @@ def find_known_fault(error: BaseException) -> DuokaError | None:
         return error
     if is_no_memory(error):
         return no_memory()
+    from duoka.runs.cache import storage_fault
+
+    if (fault := storage_fault(error)) is not None:
+        return fault
     refused = disk_error(error)
     return None if refused is None else no_room(refused)
 

@@ -49,6 +49,8 @@ def file_limit() -> int | None:
 
 def more_room(error: OSError) -> str:
     """What gives room to what `error` refused."""
+    if error.errno == errno.EROFS:
+        return "mount it for writing"
     limit = file_limit() if error.errno == errno.EFBIG else None
     return "free some space" if limit is None else f"lift the limit of {format_bytes(limit)} a file (ulimit -f)"
 

@@ -5,10 +5,11 @@ Everything in it can be made again: deleting the folder costs time, never result
 
 from __future__ import annotations
 
+import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from duoka.errors import StorageError
@@ -38,6 +39,40 @@ def make_folder(folder: Path) -> Path:
             fix="set DUOKA_CACHE to a folder that you may write to",
         ) from None
     return folder
+
+
+def lend_temporary_folder(env: MutableMapping[str, str] = os.environ) -> None:
+    """TMPDIR in the cache folder, where a system has no place for temporary files, as containers with a read-only root:
+    without one torch cannot be imported. What can be written Python finds in the same order."""
+    places = [*(env.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")), "/tmp", "/var/tmp", "/usr/tmp", os.curdir]
+    if any(place and os.access(place, os.W_OK | os.X_OK) for place in places):
+        return
+    with suppress(OSError, StorageError):  # who needs one says so
+        folder = cache_folder(env) / "tmp"
+        folder.mkdir(parents=True, exist_ok=True)
+        env["TMPDIR"] = str(folder)
+
+
+def storage_fault(error: BaseException, env: Mapping[str, str] = os.environ) -> StorageError | None:
+    """The fault of a cache folder, or of a place for temporary files, that cannot be written; else None."""
+    if not isinstance(error, OSError):
+        return None
+    if error.errno == errno.ENOENT and "No usable temporary directory" in str(error):
+        return StorageError(
+            "there is no place for temporary files: /tmp and its like cannot be written, or are full",
+            fix="set TMPDIR to a folder that you may write to",
+        )
+    if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or not isinstance(error.filename, str):
+        return None
+    with suppress(StorageError):
+        folder = cache_folder(env)
+        if Path(error.filename).is_relative_to(folder):
+            return StorageError(
+                f"cannot write in the cache folder {folder}: {error.strerror}",
+                where=f"at {error.filename}",
+                fix="set DUOKA_CACHE to a folder that you may write to",
+            )
+    return None
 
 
 _CLOCK_TICK_NS = 2_000_000_000  # the coarsest clock of a file system in use
