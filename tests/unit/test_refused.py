@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from duoka.cli import find_known_fault
+from duoka.cli import cli, find_known_fault, run
 from duoka.cluster.blame import judge_world
 from duoka.cluster.launch import WorldSpec
 from duoka.cluster.verdict import Kind
@@ -62,9 +62,50 @@ def test_refused_memory_is_known_however_it_is_said(monkeypatch: pytest.MonkeyPa
     assert all(find_known_fault(error).exit_code == 4 for error in said)
     assert find_known_fault(RuntimeError("memory of a goldfish")) is None
     refused = RuntimeError("can't start new thread")
-    assert find_known_fault(refused) is None, "that may as well be a limit on processes"
+    assert find_known_fault(refused).exit_code == 3, "without a limit on memory it is one on processes"
     monkeypatch.setattr("duoka.process.no_memory.address_limit", lambda: 780 << 20)
     assert "limited to 780 MiB (ulimit -v)" in find_known_fault(refused).lines()[0]
+
+
+def test_refused_processes_are_known_however_it_is_said() -> None:
+    """Under `ulimit -u` or a container's pids.max it was a bug of duoka, or a rendezvous that did not complete."""
+    panic = type("PanicException", (BaseException,), {})
+    said = (
+        BlockingIOError(11, "Resource temporarily unavailable"), RuntimeError("Resource temporarily unavailable"),
+        RuntimeError("can't start new thread"), panic("ThreadPoolBuildError { kind: IOError(Os { code: 11 }) }"),
+    )  # fmt: skip
+    for error in said:
+        fault = find_known_fault(error)
+        assert fault is not None and fault.exit_code == 3 and "ulimit -u" in fault.fix, error
+    waited = RuntimeError("recv from 10.0.0.1: Resource temporarily unavailable")
+    assert find_known_fault(waited) is None and find_known_fault(panic("index out of bounds")) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["libgomp: Thread creation failed: Resource temporarily unavailable\n",
+     "terminate called after throwing 'std::system_error'\n  what():  Resource temporarily unavailable\n"],
+)  # fmt: skip
+def test_a_rank_that_could_start_no_thread_ends_with_exit_code_3(spec: WorldSpec, words: str) -> None:
+    (spec.run.logs / "rank00001.log").write_text(start_mark(1, 1) + words, encoding="utf-8")
+    verdict = judge(spec, RankExit(1, 1, -signal.SIGABRT, 1.0))
+    assert verdict.exit_code == 3 and "no more processes or threads" in verdict.lines[0]
+
+
+def test_a_panic_of_a_library_s_threads_is_told_by_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    panic = type("PanicException", (BaseException,), {})
+
+    def raise_it(**options: object) -> None:
+        raise panic(said[0])
+
+    monkeypatch.setattr(cli, "main", raise_it)
+    said = ["ThreadPoolBuildError { kind: IOError }"]
+    assert run(["doctor"]) == 3 and "no more processes or threads" in capsys.readouterr().err
+    said[0] = "index out of bounds"
+    with pytest.raises(panic):
+        run(["doctor"])
 
 
 def test_too_few_open_files_are_known_however_it_is_said() -> None:

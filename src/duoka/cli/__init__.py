@@ -18,8 +18,9 @@ import click
 from duoka import __version__
 from duoka.cli import words_zh
 from duoka.cli.language import framed, language
-from duoka.errors import DuokaError
+from duoka.errors import DoctorError, DuokaError
 from duoka.process.no_memory import is_no_memory, no_memory  # here: without memory nothing can be imported any more
+from duoka.process.no_process import is_no_process, no_process
 from duoka.process.no_room import disk_error, no_room
 from duoka.process.open_files import is_too_many_files, too_many_files  # nor without a file
 from duoka.registry import nearest
@@ -238,6 +239,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
             return 1
         print_error(framed(known.lines(), known.exit_code))
         return known.exit_code
+    except BaseException as error:  # of tokenizers' threads: no Exception, and all else goes on upwards
+        if not is_no_process(error):
+            raise
+        print_error(framed(no_process().lines(), DoctorError.exit_code))
+        return DoctorError.exit_code
 
 
 BUG_LINES = (
@@ -254,6 +260,8 @@ def find_known_fault(error: BaseException) -> DuokaError | None:
         return error
     if is_no_memory(error):
         return no_memory()
+    if is_no_process(error):
+        return no_process()
     from duoka.runs.cache import storage_fault
 
     if (fault := storage_fault(error)) is not None:

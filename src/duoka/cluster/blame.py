@@ -18,6 +18,7 @@ from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, LEFT_AT_ONCE, Kind,
 from duoka.errors import DuokaError, StoppedEarly, StorageError, WorkerFailed
 from duoka.process.exits import ENDED_BY_STOP, RankExit
 from duoka.process.no_memory import no_memory, says_no_memory
+from duoka.process.no_process import no_process, says_no_process
 from duoka.process.open_files import says_too_many_files, too_many_files
 from duoka.process.rank import START_MARK, log_name
 from duoka.runs.events import global_log
@@ -164,7 +165,9 @@ def _find_fault(run: RunFolder, cause: RankExit) -> DuokaError | None:
     said = "" if cause.code in _NO_LAST_WORDS else "\n".join(words[-_LAST_LINES:])
     if says_too_many_files(said):
         return too_many_files()
-    return no_memory() if says_no_memory(said) else None
+    if says_no_memory(said):
+        return no_memory()
+    return no_process() if says_no_process(said) else None
 
 
 def _lost_mapping() -> StorageError:

@@ -24,6 +24,7 @@ from duoka.errors import ConfigError, DuokaError, WorkerFailed
 from duoka.process.environ import LOOPBACK, RankEnvironment, read_rank_environment
 from duoka.process.interface import choose_interface
 from duoka.process.lifeline import parent_pid
+from duoka.process.no_process import is_no_process, no_process
 from duoka.process.open_files import is_too_many_files, raise_open_files, too_many_files
 from duoka.process.place import script_variables
 from duoka.process.rank import LOGS_FOLDER
@@ -301,6 +302,8 @@ def _nobody_came(place: RankEnvironment, timeout: float | str, error: Exception)
     """A rendezvous that failed. Torch's own words differ with which rank waits; ours name the address."""
     if is_too_many_files(error):
         return too_many_files()
+    if is_no_process(error):
+        return no_process()
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return WorkerFailed(
         f"rank {place.rank}: the rendezvous of {place.size} processes did not complete within {timeout}",

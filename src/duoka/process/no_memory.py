@@ -15,7 +15,7 @@ _WORDS = (
     "unable to allocate", "memory allocation still failed", "failed to map segment from shared object", "os error 12",
 )  # fmt: skip
 # What Python says of a refused thread: its stack is memory too, but a limit on processes is refused alike.
-_NO_THREAD = "can't start new thread"
+NO_THREAD = "can't start new thread"
 
 
 def is_no_memory(error: BaseException) -> bool:
@@ -27,7 +27,7 @@ def is_no_memory(error: BaseException) -> bool:
 
 def says_no_memory(text: str) -> bool:
     said = text.lower()
-    return any(words in said for words in _WORDS) or (_NO_THREAD in said and address_limit() is not None)
+    return any(words in said for words in _WORDS) or (NO_THREAD in said and address_limit() is not None)
 
 
 def no_memory() -> DoesNotFit:
