@@ -153,6 +153,24 @@ def test_a_run_is_stopped_with_a_save_after_it_was_asked_and_nothing_happens_on_
     assert not plain.get_by_role("button", name="Save and stop").count(), "without --control it only looks"
 
 
+def test_a_look_takes_neither_the_focus_from_a_button_nor_a_click_that_has_begun(runs, serve, opened) -> None:
+    """Every two seconds the buttons were made anew."""
+    run = live_run(runs / "mine", 40, total_steps=900)
+    page = opened(serve(ToldControl()))
+    button = page.get_by_role("button", name="Save and stop")
+    button.focus()
+    write_more(run, 41, 60)
+    page.get_by_text("step 60 of 900").first.wait_for()
+    assert page.evaluate("document.activeElement.id") == "act"
+    box = button.bounding_box()
+    page.mouse.move(box["x"] + 5, box["y"] + 5)
+    page.mouse.down()
+    write_more(run, 61, 80)
+    page.get_by_text("step 80 of 900").first.wait_for()
+    page.mouse.up()
+    page.get_by_role("dialog").get_by_text("saves a checkpoint").wait_for()
+
+
 def test_the_board_says_when_it_is_gone_and_comes_back(runs, serve, opened) -> None:
     live_run(runs / "mine")
     page = opened(serve())

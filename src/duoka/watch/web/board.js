@@ -2,7 +2,7 @@
 
 import { jobCards, runActions } from "./act.js";
 import { Chart, colorOf, el } from "./chart.js";
-import { Heat, differences, emptyFolder, events, overview, rankTable, stateClass, texts, timeBar } from "./panels.js";
+import { Heat, differences, emptyFolder, events, overview, rankTable, renew, stateClass, texts, timeBar } from "./panels.js";
 import { StartForm } from "./start.js";
 import { count, number, percent, say, speak } from "./words.js";
 
@@ -101,7 +101,7 @@ function take(answer) {
     choose(name);
     return;
   }
-  $("overview").replaceChildren(...(state.now ? overview(state.now, state.control ? runActions(state.now, state.jobs, again) : []) : state.runs.length ? [] : [emptyFolder()]));
+  renew($("overview"), state.now ? overview(state.now, state.control ? runActions(state.now, state.jobs, again) : []) : state.runs.length ? [] : [emptyFolder()]);
   for (const id of ["tabs", "panel"]) $(id).hidden = !state.now || form.isOpen;
   $("tools").hidden = form.isOpen || !Object.values(state.series).some((one) => one.num_steps);
   if (isNew) {

@@ -11,6 +11,16 @@ const MOST_ROWS = 64;
 
 export const stateClass = (state) => (GOOD.includes(state) ? "good" : BAD.includes(state) ? "bad" : "warn");
 
+/** What is as it was stays: a button that is replaced loses the focus, and a click that began on it. */
+export function renew(parent, nodes) {
+  const old = [...parent.children];
+  nodes.forEach((node, place) => {
+    if (place >= old.length) parent.append(node);
+    else if (old[place].outerHTML !== node.outerHTML) old[place].replaceWith(node);
+  });
+  for (const node of old.slice(nodes.length)) node.remove();
+}
+
 export function badge(state) {
   return el("span", { class: `badge ${stateClass(state)}`, text: say(state) });
 }
