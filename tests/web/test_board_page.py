@@ -171,6 +171,32 @@ def test_a_look_takes_neither_the_focus_from_a_button_nor_a_click_that_has_begun
     page.get_by_role("dialog").get_by_text("saves a checkpoint").wait_for()
 
 
+def test_a_log_that_grows_leaves_its_reader_where_he_reads(runs, serve, opened) -> None:
+    """Every look scrolled to the end, and closed the list of files."""
+    run = live_run(runs / "mine", 40, total_steps=900)
+    log = run / "logs" / "rank00000.log"
+    log.write_text("".join(f"line {n}\n" for n in range(400)), encoding="utf-8")
+    page = opened(serve())
+    page.get_by_role("tab", name="Logs").click()
+    text, files = page.locator("#panel pre"), page.locator("#panel select")
+    text.get_by_text("line 399").wait_for()
+    assert text.evaluate("it => it.scrollHeight - it.scrollTop - it.clientHeight") < 60, "its end is shown first"
+    files.focus()
+    files.evaluate("it => { it.wasHere = true; }")
+    text.evaluate("it => { it.scrollTop = 0; }")
+    with log.open("a", encoding="utf-8") as file:
+        file.write("line 400\n")
+    write_more(run, 41, 60)
+    text.get_by_text("line 400").wait_for()
+    assert text.evaluate("it => it.scrollTop") == 0 and files.evaluate("it => it.wasHere")
+    text.evaluate("it => { it.scrollTop = it.scrollHeight; }")
+    with log.open("a", encoding="utf-8") as file:
+        file.write("".join(f"line {n}\n" for n in range(401, 500)))
+    write_more(run, 61, 80)
+    text.get_by_text("line 499").wait_for()
+    assert text.evaluate("it => it.scrollHeight - it.scrollTop - it.clientHeight") < 60, "who is at the end stays there"
+
+
 def test_the_board_says_when_it_is_gone_and_comes_back(runs, serve, opened) -> None:
     live_run(runs / "mine")
     page = opened(serve())

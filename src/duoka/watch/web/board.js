@@ -244,9 +244,17 @@ async function drawLog(now) {
   // What is shown of a log is its end: a page with all of a long one would be slow.
   asked.text = (piece.start === asked.end ? asked.text + piece.text : piece.text).slice(-200_000);
   asked.end = piece.end;
+  const known = JSON.stringify([now.name, document.documentElement.lang, now.logs.map((one) => one.name)]), shown = panel.querySelector("pre");
+  if (shown && panel.dataset.logs === known) { // a list that is open stays, and so does who has scrolled up
+    const follows = shown.scrollHeight - shown.scrollTop - shown.clientHeight < 60;
+    shown.textContent = asked.text;
+    if (follows) shown.scrollTop = shown.scrollHeight;
+    return undefined;
+  }
   const select = el("select", { onchange: () => { state.log = { run: now.name, file: select.value, end: "", text: "" }; drawPanel(); } },
     ...now.logs.map((one) => el("option", { value: one.name, text: one.name, selected: one.name === asked.file })));
   const text = el("pre", { tabindex: "0", text: asked.text });
+  panel.dataset.logs = known;
   panel.replaceChildren(el("div", { class: "card" }, el("label", {}, `${say("file")} `, select), text));
   text.scrollTop = text.scrollHeight;
   return undefined;
