@@ -171,6 +171,18 @@ def test_a_look_takes_neither_the_focus_from_a_button_nor_a_click_that_has_begun
     page.get_by_role("dialog").get_by_text("saves a checkpoint").wait_for()
 
 
+def test_what_is_marked_to_be_copied_stays_marked(runs, serve, opened) -> None:
+    run = live_run(runs / "mine", 40, total_steps=900)
+    page = opened(serve())
+    page.get_by_role("tab", name="Events").click()
+    page.locator("#panel td").first.wait_for()
+    page.evaluate("getSelection().selectAllChildren(document.querySelector('#panel tbody tr'))")
+    marked = page.evaluate("String(getSelection())")
+    write_more(run, 41, 60)
+    page.get_by_text("step 60 of 900").first.wait_for()
+    assert page.evaluate("String(getSelection())") == marked != ""
+
+
 def test_a_log_that_grows_leaves_its_reader_where_he_reads(runs, serve, opened) -> None:
     """Every look scrolled to the end, and closed the list of files."""
     run = live_run(runs / "mine", 40, total_steps=900)

@@ -212,15 +212,15 @@ async function drawPanel() {
   clearTimeout(heatTimer);
   const panel = $("panel"), { now, tab } = state;
   if (!now) return panel.replaceChildren();
-  try {
+  try { // what is as it was stays, and with it what somebody has marked there to copy it
     if (tab === "ranks") {
       const parts = [timeBar(now.times), rankTable(now)].filter(Boolean);
       panel.replaceChildren(...parts, ...(now.ranks.length > 1 && heat.data?.run === now.name ? [heat.node] : []));
       if (now.ranks.length > 1) await drawHeat(now.name);
-    } else if (tab === "events") panel.replaceChildren(events(now.notes ?? []));
-    else if (tab === "texts") panel.replaceChildren(texts(now.samples ?? []));
+    } else if (tab === "events") renew(panel, [events(now.notes ?? [])]);
+    else if (tab === "texts") renew(panel, [texts(now.samples ?? [])]);
     else if (tab === "logs") await drawLog(now);
-    else panel.replaceChildren(differences(await get("/api/differences", { runs: JSON.stringify(state.chosen) })));
+    else renew(panel, [differences(await get("/api/differences", { runs: JSON.stringify(state.chosen) }))]);
   } catch (error) {
     panel.replaceChildren(el("p", { class: "bad", text: error.message }));
   }
