@@ -20,6 +20,7 @@ from duoka.runs.events import global_log
 from duoka.runs.find import runs_in, written_at
 from duoka.runs.folder import RunFolder
 from duoka.runs.status import read_status
+from duoka.watch.columns import number, whole
 from duoka.watch.differences import find_differences
 from duoka.watch.follow import FollowedRun
 from duoka.watch.heat import HeatMap
@@ -247,7 +248,10 @@ class _Curves:
         known = [name for name in asked.keys if name in steps.names()]
         numbers = steps.numbers()
         marks = [[note.kind, note.step, place_of(numbers, xs, note.step), note.text] for note in history.notes[-300:]]
-        evals = [[place_of(numbers, xs, int(one.get("step") or 0)), one.get("loss")] for one in history.evals[-300:]]
+        evals = [
+            [place_of(numbers, xs, whole(one.get("step")) or 0), number(one.get("loss"))]
+            for one in history.evals[-300:]
+        ]
         return {
             "curves": {name: thin_curve(xs, steps.column(name), most, **zoom) for name in known},
             "names": steps.names(), "marks": marks, "evals": evals,

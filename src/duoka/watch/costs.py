@@ -37,7 +37,8 @@ def exchange_rows(history: History) -> list[tuple[str, str]]:
 def efficiency_rows(history: History) -> list[tuple[str, str]]:
     """How much of its ranks' time was their own work, and what they waited for where it is little. On CPUs: a GPU's
     passes hold their waiting."""
-    device = (history.plan.get("machine") or {}).get("device")
+    machine = history.plan.get("machine")
+    device = machine.get("device") if isinstance(machine, dict) else None
     whole_s = sum(rank.step_s for rank in history.ranks)
     if len(history.ranks) < 2 or device != "cpu" or whole_s <= 0:
         return []

@@ -23,6 +23,8 @@ from duoka.watch.page import card, facts_table, figure, grid_table, page, percen
 from duoka.watch.scale import Point, points_of
 from duoka.watch.stop_cause import cause_lines, has_died
 
+_COUNTED = {"num_kept", "num_records", "num_truncated", "num_dropped_long", "num_bad"}  # of a data set, in data.json
+
 
 def write_report(run: RunFolder) -> Path:
     """Write report.html and loss.svg into the run folder; returns the page's path."""
@@ -311,7 +313,8 @@ def _beside(ratio: float) -> str:
 def _data_rows(run: RunFolder) -> list[tuple[str, str]]:
     """What was kept of each data set, from the run's data.json."""
     rows = []
-    for place, one in enumerate((read_json(run.path / "data.json") or {}).get("sets", [])):
+    known = [one for one in (read_json(run.path / "data.json") or {}).get("sets", []) if _has_counts(one)]
+    for place, one in enumerate(known):
         counts = one["counts"]
         losses = [
             f"{counts[key]:,} {words}"
@@ -324,6 +327,12 @@ def _data_rows(run: RunFolder) -> list[tuple[str, str]]:
         head = "" if place else "data"
         rows += [(head, f"{name}: {told}")] if len(name) <= 24 else [(head, name), ("", told)]
     return rows
+
+
+def _has_counts(found: Any) -> bool:
+    """Else another version wrote it, or a disk has damaged it: a report has no less for it."""
+    counts = found.get("counts") if isinstance(found, dict) else None
+    return isinstance(counts, dict) and counts.keys() >= _COUNTED and "name" in found
 
 
 def _compute_rows(history: History) -> list[tuple[str, str]]:

@@ -104,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json({"error": str(error)}, HTTPStatus.NOT_FOUND)
         except DuokaError as error:
             self._send_json({"error": "\n".join(error.lines())}, HTTPStatus.CONFLICT)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             self._send_json({"error": str(error)}, HTTPStatus.BAD_REQUEST)
         except http.client.HTTPException as error:
             self._send_json({"error": f"the chat gave no answer ({error})"}, HTTPStatus.BAD_GATEWAY)
@@ -113,6 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json({"error": said}, HTTPStatus.INTERNAL_SERVER_ERROR)
         except (BrokenPipeError, ConnectionError, TimeoutError):
             self.close_connection = True  # the page has gone
+        except OSError as error:  # a log that was moved away meanwhile, a folder of somebody else's
+            self._send_json({"error": f"{error.filename}: {error.strerror}"}, HTTPStatus.INTERNAL_SERVER_ERROR)
 
     # --- who may ask ---
 
