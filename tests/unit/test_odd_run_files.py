@@ -6,6 +6,7 @@ import threading
 
 from written_runs import write_run
 
+from duoka.runs.events import read_steps
 from duoka.watch.board import Asked, Board
 from duoka.watch.report import end_lines
 from duoka.watch.server import BoardServer
@@ -19,6 +20,14 @@ def test_a_damaged_line_does_not_take_the_runs_page_away(tmp_path):
         file.write('{"type": "checkpoint", "step": [1], "path": {}}\n{"type": "samples", "samples": 3}\n')
     series = Board(tmp_path).look(Asked(runs=("a",), focus="a", keys=("loss",)))["series"]["a"]
     assert len(series["curves"]["loss"]) == 8 and [loss for _, loss in series["evals"][-2:]] == [None, None]
+
+
+def test_a_damaged_line_does_not_keep_a_run_from_going_on(tmp_path):
+    """Whether steps were done is asked at every start: it ended in a traceback."""
+    run = write_run(tmp_path / "a", 3)
+    with (run.events / "run.jsonl").open("a") as file:
+        file.write('{"type": "step", "step": "six"}\n{"type": "step"}\n{"type": "resume", "step": null}\n')
+    assert [event["step"] for event in read_steps(run)] == [1, 2, 3]
 
 
 def test_what_no_page_of_ours_asks_is_refused_in_words(tmp_path, capsys):

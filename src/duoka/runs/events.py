@@ -146,8 +146,11 @@ def read_steps(run: RunFolder) -> list[dict[str, Any]]:
     """The run's steps, rising, each once: steps that a crash threw away and a resume did again count as the later."""
     by_step: dict[int, dict[str, Any]] = {}
     for event in read_events(global_log(run)):
-        if event.get("type") in ("run", "resume"):  # "run": from the beginning, perhaps once more
-            by_step = {step: value for step, value in by_step.items() if step <= int(event.get("step", 0))}
-        elif event.get("type") == "step":
-            by_step[int(event["step"])] = event
+        kind, number = event.get("type"), event.get("step", None if event.get("type") == "step" else 0)
+        if not isinstance(number, int):  # damaged
+            continue
+        if kind in ("run", "resume"):  # "run": from the beginning, perhaps once more
+            by_step = {step: value for step, value in by_step.items() if step <= number}
+        elif kind == "step":
+            by_step[number] = event
     return [by_step[step] for step in sorted(by_step)]
