@@ -80,6 +80,7 @@ def test_inspect_shows_data_that_another_stage_learns_from(config: Path) -> None
     arguments = ["inspect", str(config), "data.train=[pairs.jsonl]"]
     result = CliRunner().invoke(command, arguments, catch_exceptions=False)
     assert "preference pairs (ranking)" in result.stdout
+    assert "tokens of a pair, the better answer first" in result.stdout and "documents" not in result.stdout
     assert "{+good<|im_end|>+}" in result.stdout and "{+worse<|im_end|>+}" in result.stdout
 
 

@@ -165,6 +165,8 @@ BAD = [
     (talk(("user", "q"), ("assistant", "a"), ("user", "q")), "messages", "ends with user", "add the answer"),
     (talk(("user", "\ud83d"), ("assistant", "a")), "messages", "half a character (\\ud83d)", "emoji"),
     (talk(("user", [{"type": "image"}]), ("assistant", "a")), "messages", "part of type 'image'", ""),
+    (talk(("user", [{"type": "text", "value": "q"}]), ("assistant", "a")), "messages",
+     "no text under 'text'; it has 'type', 'value'", '"text": "..."'),
     ({**talk(("user", "<image>who?"), ("assistant", "a")), "images": ["1.jpg"]}, "messages", "its images (<image>)",
      "set of text"),
     (beside(weight=0.5), "messages", "message 2 has the weight 0.5", "write 0 (not learned) or 1"),

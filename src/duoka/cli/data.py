@@ -179,7 +179,8 @@ def _look_at(prepared: PreparedData, place: int, tokenizer: ChatTokenizer) -> Sh
                 start = at
     num_tokens = sum(len(segment.input_ids) for segment in segments)
     num_targets = sum(segment.num_targets for segment in segments)
-    return ShownSample(place, num_tokens, num_targets, parts, num_documents=len(segments))
+    is_pair = prepared.report.has_pairs
+    return ShownSample(place, num_tokens, num_targets, parts, num_documents=len(segments), is_pair=is_pair)
 
 
 def _colored(sample: ShownSample, *, color: bool) -> Text:

@@ -30,9 +30,11 @@ class ShownSample:
     num_targets: int
     parts: Sequence[tuple[bool, str]]
     num_documents: int = 1
+    is_pair: bool = False
 
     def title(self) -> str:
         rows = f" in {self.num_documents} parts of documents" if self.num_documents > 1 else ""
+        rows = " of a pair, the better answer first" if self.is_pair else rows
         return f"sample {self.place}: {self.num_tokens:,} tokens{rows}, {self.num_targets:,} targets"
 
 

@@ -174,8 +174,11 @@ def _read_content(content: Any, place: int, name: str) -> str:
             if not isinstance(part, dict):
                 what = f"{name!r} of message {place} is a list with {kind_of(part)} in it, and parts are objects"
                 raise BadRecord(what, 'write {"type": "text", "text": "..."}, or one string')
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type")
+            kind = part.get("type")
+            if kind == "text" and not isinstance(part.get("text"), str):
+                what = f"a part of message {place} is of type 'text' and has no text under 'text'; it has"
+                raise BadRecord(f"{what} {names_of(part)}", 'write {"type": "text", "text": "..."}, or one string')
+            if kind != "text":
                 raise BadRecord(f"message {place} holds a part of type {kind!r}; only text can be learned here")
             texts.append(part["text"])
         return "".join(texts)
