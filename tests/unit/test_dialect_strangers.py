@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from duoka.config.convert import converted_yaml
+from duoka.config.foreign_task import read_asked
 from duoka.config.load import Start, load_config
 from duoka.config.loaded import Loaded
 from duoka.data.read.registry import find_sets
@@ -101,6 +102,15 @@ def test_a_file_of_trls_command_line_is_named_as_one() -> None:
     grpo = {"model_name_or_path": "some/model", "num_generations": 8, "max_completion_length": 256}
     ((what, fix),) = refusal(grpo)
     assert "TRL's command line" in what and "num_generations is rl.samples" in fix
+
+
+def test_a_file_of_the_benchmark_is_named_as_one() -> None:
+    """Half of its keys are LLaMA-Factory's, though of no training: none is called unknown."""
+    keys = {"model_name_or_path": "some/model", "task": "mmlu_test", "template": "fewshot", "lang": "en", "n_shot": 5}
+    ((what, fix),) = refusal(keys)
+    assert "LLaMA-Factory's benchmark (mmlu_test)" in what and "duoka eval RUN --tasks mmlu:FOLDER" in fix
+    with pytest.raises(Faults, match="LLaMA-Factory's benchmark"):
+        read_asked("x.yaml", "eval")
 
 
 def test_toml_is_named(tmp_path: Path) -> None:

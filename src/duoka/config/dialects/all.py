@@ -72,11 +72,24 @@ def _refuse_trl(tree: Tree) -> Fault | None:
     return first.place.fault(what, key=signs[0], fix=fix)
 
 
+def _refuse_benchmark(tree: Tree) -> Fault | None:
+    """What `llamafactory-cli eval` reads: MMLU, C-Eval or CMMLU by name, fetched from the Hub."""
+    if "task" not in tree.value or "model_name_or_path" not in tree.value or "dataset" in tree.value:
+        return None
+    task: Tree = tree.value["task"]
+    what = f"this asks for LLaMA-Factory's benchmark ({task.value}), which duoka does not read"
+    fix = (
+        "MMLU in a folder of yours, and other tasks:   duoka eval RUN --tasks mmlu:FOLDER   (docs/tasks.md)\n"
+        "C-Eval and CMMLU: lm-evaluation-harness with duoka.evals.lm_eval_model"
+    )
+    return task.place.fault(what, key="task", fix=fix)
+
+
 def refuse_unread_form(tree: Tree) -> Fault | None:
     """What a file is that is known and not read; None for all others."""
-    trl = _refuse_trl(tree)
-    if trl is not None:
-        return trl
+    other = _refuse_trl(tree) or _refuse_benchmark(tree)
+    if other is not None:
+        return other
     known = [key for key in tree.value if key in _V1]
     if len(known) < 3 or "model_name_or_path" in tree.value:
         return None
