@@ -223,6 +223,17 @@ def test_an_adapter_that_was_trained_on_another_model_of_that_shape_is_refused(
         assert status == 200 or "is not the one that it was trained on" in answer["error"]["message"]
 
 
+def test_a_runs_folder_is_loaded_as_the_command_line_loads_it(server: Server, adapter: Path, tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    run.mkdir()
+    (run / "config.yaml").write_text("model: demo\ndata: {train: [identity]}\n", encoding="utf-8")
+    status, answer = post(server, "/v1/load_lora_adapter", lora_name="run", lora_path=str(run))
+    assert status == 400 and "no adapter_config.json in" in answer["error"]["message"], answer
+    shutil.copytree(adapter, run / "final")
+    assert post(server, "/v1/load_lora_adapter", lora_name="run", lora_path=str(run))[0] == 200
+    assert post(server, "/v1/completions", model="run", prompt="abc", max_tokens=2)[0] == 200
+
+
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
 def test_files_that_are_no_adapter_are_refused_and_the_server_goes_on(
     server: Server, adapter: Path, tmp_path: Path, name: str

@@ -34,6 +34,7 @@ from duoka.serve.api.answers import Gone, Reply
 from duoka.serve.api.fields import BadRequest, Fields, several
 from duoka.serve.api.requests import Asked, Facts, read_chat, read_completion
 from duoka.serve.batching.scheduler import IsClosing, Scheduler
+from duoka.serve.load_run import find_run
 
 MOST_BYTES = 32 << 20  # of a request
 SILENCE_S = 60.0  # a client that neither sends nor takes anything for so long has gone
@@ -73,6 +74,7 @@ class Service:
     def _load_adapter(self, name: str, folder: Path) -> None:
         if name in self.adapters:
             raise BadRequest(f"there is a model {name!r} already; unload it first", "lora_name")
+        folder = _folder_of_adapter(folder)
         try:
             refuse_other_base(str(folder), read_base(folder), self.base)
             found = self.scheduler.model.adapters.read(folder)
@@ -88,6 +90,15 @@ class Service:
                 raise BadRequest(f"there is no adapter {name!r} here", "lora_name", status=404)
             del self.adapters[name]
             self.scheduler.remove_adapter(name)
+
+
+def _folder_of_adapter(path: Path) -> Path:
+    """A PEFT folder, or a run, whose result is one: what --adapter takes."""
+    run = find_run(str(path))
+    folder = path if run is None else run.final
+    if not (folder / "adapter_config.json").is_file():
+        raise BadRequest(f"{path} is not loaded: there is no adapter_config.json in {folder}", "lora_path")
+    return folder
 
 
 class Server(ThreadingHTTPServer):
