@@ -123,3 +123,17 @@ def test_a_meeting_s_port_that_is_taken_is_changed_on_all_nodes() -> None:
         with pytest.raises(ConfigError, match=f"port {port} is taken") as caught:
             FixedNodes(2, 0, "far", port).check()
     assert "MASTER_PORT=29501" in (caught.value.fix or "") and "--port" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["no.such.name.invalid", "node..1"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_name_that_nobody_knows_is_refused_at_once(name: str, node: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks asked for it again and again, in torch's words, until parallel.timeout."""
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ConfigError, match=f"MASTER_ADDR is {name}, which does not resolve"):
+        FixedNodes(2, node, name, 29500).check()
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    with socket.socket() as one:
+        one.bind(("", 0))
+        port = int(one.getsockname()[1])
+    FixedNodes(2, node, name, port).check()

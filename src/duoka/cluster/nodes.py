@@ -21,7 +21,8 @@ from duoka.cluster.supervise import Request, listen_to_signals
 from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, LEFT_AT_ONCE, Kind, Verdict, failed, stopped
 from duoka.errors import ConfigError, Fault, Faults
 from duoka.process.exits import ENDED_BY_STOP, RankExit
-from duoka.process.interface import interface_environment, is_own_address, means_loopback
+from duoka.process.interface import find_addresses, interface_environment, is_own_address, means_loopback
+from duoka.process.kubernetes import IN_POD
 from duoka.runs.folder import RunFolder
 from duoka.runs.stop_request import write_stop_request
 from duoka.units import parse_seconds
@@ -200,6 +201,15 @@ class FixedNodes:
     prepares: bool = False
 
     def check(self) -> None:
+        try:
+            find_addresses(self.master_addr)
+        except OSError as error:
+            if IN_POD not in os.environ:  # else it will come with the pod that has it, and is waited for
+                raise ConfigError(
+                    f"MASTER_ADDR is {self.master_addr}, which does not resolve: {error.strerror}",
+                    fix="write the first node's address in your network (hostname -I prints it there), or add the name "
+                    "to /etc/hosts",
+                ) from None
         if self.node == 0:
             check_port(
                 self.master_port,

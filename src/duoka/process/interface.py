@@ -10,6 +10,7 @@ Where MASTER_ADDR is this machine's own name, that is 127.0.1.1 too: then its ne
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
@@ -70,7 +71,10 @@ def is_own_address(host: str) -> bool:
 def find_addresses(host: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
     """What `host` means, first what others may reach: /etc/hosts often gives a machine's own name 127.0.1.1 as well as
     its address. Raises OSError."""
-    found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+    try:
+        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+    except UnicodeError as error:  # two dots in a row, say
+        raise OSError(errno.EINVAL, f"no name of a machine ({error})") from None
     return sorted(((family, address) for family, _, _, _, address in found), key=lambda one: is_loopback(one[1][0]))
 
 
