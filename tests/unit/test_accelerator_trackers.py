@@ -13,6 +13,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from duoka import Accelerator
+from duoka.accelerator.utils import LoggerType
+from duoka.config.trackers import TRACKERS
 
 
 class Metric(NamedTuple):
@@ -133,3 +135,12 @@ def test_a_tracker_is_told_how_the_loop_ended(tmp_path: Path, last: str, finish:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     log = "log {'loss': 1.5} None {'print_to_console': True}"
     assert done.stdout.splitlines() == [log, finish], done.stderr
+
+
+def test_the_page_names_the_trackers_that_there_are_and_those_that_are_refused() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "accelerator.md").read_text(encoding="utf-8")
+    there, refused = page.split("`init_trackers`", 1)[1], page.split("`log_with` of another tracker (", 1)[1]
+    first, *rest = TRACKERS
+    assert f"({first}; {', '.join(rest)} when installed" in there
+    others = {one.value for one in LoggerType} - {"all", *TRACKERS}
+    assert set(refused.split(")", 1)[0].split(", ")) == others
