@@ -273,6 +273,12 @@ def test_models_and_metrics_are_listed(server: Server) -> None:
     connection = connect(server)
     connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {KEY}"})
     assert [one["id"] for one in json.loads(connection.getresponse().read())["data"]] == ["tiny"]
+    for name, status in (("tiny", 200), ("t%69ny", 200), ("gpt%2F4", 404), ("", 404)):
+        connection.request("GET", f"/v1/models/{name}", headers={"Authorization": f"Bearer {KEY}"})
+        answer = connection.getresponse()
+        said = json.loads(answer.read())
+        assert answer.status == status, name
+        assert said["id"] == "tiny" if status == 200 else "there is tiny" in said["error"]["message"]
     connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {KEY}"})
     assert b"duoka_answer_tokens_total" in connection.getresponse().read()
     connection.close()

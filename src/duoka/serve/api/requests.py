@@ -146,12 +146,17 @@ def _named_tokens(stops: Sequence[str], tokenizer: ChatTokenizer) -> frozenset[i
 
 def _model(fields: Fields, facts: Facts) -> tuple[str, str | None]:
     name = fields.text("model")
+    return name, adapter_of(name, facts)
+
+
+def adapter_of(name: str, facts: Facts) -> str | None:
+    """What a model that is served lies on the base as; None: the base itself."""
     if name not in facts.models:
         known = ", ".join(facts.models)
         raise BadRequest(
             f"there is no model {name!r} here; there is {known}", "model", status=404, code="model_not_found"
         )
-    return name, facts.models[name]
+    return facts.models[name]
 
 
 def _sampling(fields: Fields, facts: Facts, shortest: Sequence[int], new: int) -> Sampling:

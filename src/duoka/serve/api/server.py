@@ -24,6 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import unquote
 
 from safetensors import SafetensorError
 
@@ -32,7 +33,7 @@ from duoka.errors import ConfigError
 from duoka.hub.base import read_base, refuse_other_base
 from duoka.serve.api.answers import Gone, Reply
 from duoka.serve.api.fields import BadRequest, Fields, several
-from duoka.serve.api.requests import Asked, Facts, read_chat, read_completion
+from duoka.serve.api.requests import Asked, Facts, adapter_of, read_chat, read_completion
 from duoka.serve.batching.scheduler import IsClosing, Scheduler
 from duoka.serve.load_run import find_run
 
@@ -153,7 +154,9 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/health":
             self._json(200, {"status": "ok"})
         else:
-            self._answer({"/v1/models": self._models, "/metrics": self._metrics}.get(path))
+            routes = {"/v1/models": self._models, "/metrics": self._metrics}
+            name = unquote(path.removeprefix("/v1/models/"))
+            self._answer(routes.get(path) if name == path else lambda: self._model(name))
 
     def do_POST(self) -> None:
         routes = {
@@ -217,10 +220,15 @@ class Handler(BaseHTTPRequestHandler):
     # --- routes ---
 
     def _models(self) -> None:
-        created = int(self.service.started)
-        names = self.service.facts.models
-        data = [{"id": name, "object": "model", "created": created, "owned_by": "duoka"} for name in list(names)]
+        data = [self._describe(name) for name in list(self.service.facts.models)]
         self._json(200, {"object": "list", "data": data})
+
+    def _model(self, name: str) -> None:
+        adapter_of(name, self.service.facts)
+        self._json(200, self._describe(name))
+
+    def _describe(self, name: str) -> dict[str, object]:
+        return {"id": name, "object": "model", "created": int(self.service.started), "owned_by": "duoka"}
 
     def _metrics(self) -> None:
         scheduler = self.service.scheduler
@@ -258,9 +266,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _embed(self) -> None:
         fields, service = Fields(self._body()), self.service
-        name = fields.text("model")
-        if name not in service.facts.models:
-            raise BadRequest(f"there is no model {name!r} here", "model", status=404, code="model_not_found")
+        adapter_of(name := fields.text("model"), service.facts)
         tokenizer, vocabulary = service.facts.tokenizer, service.facts.vocabulary
         texts = several(fields.take("input"), "input", lambda text: tokenizer.encode(text)[0], vocabulary)
         encoding = fields.take("encoding_format", "float")
