@@ -137,7 +137,7 @@ def page(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
         "",
         f"Written by `python benchmarks/offload.py OUT.json --page benchmarks/offload.md`. A random Llama of "
         f"{facts['num_parameters'] / 1e6:.1f}M parameters, fp32, zero3, recompute, {facts['samples']} samples a step "
-        f"in micro-batches of 2; {facts['rounds']} rounds in turns, medians. Load of the machine at the start: "
+        f"in micro-batches of 2; rounds in turns: {facts['rounds']}, medians. Load of the machine at the start: "
         f"{facts['load']:.1f} on {facts['cores']} cores. Own memory: anonymous and shared pages of the largest process "
         "at its most; all memory: its mapped files too, which is what the plan says.",
         "",
