@@ -121,8 +121,11 @@ def test_gradients_are_shortened_as_they_are_used(tmp_path: Path) -> None:
                 if factor is not None and optimizer is ways[0][1]:
                     parameter.grad.mul_(factor)
             optimizer.step()
-    for named, _ in ways[1:]:
+    for named, optimizer in ways[1:]:
         assert [name for name in named if not named[name].equal(ways[0][0][name])] == []
+        optimizer.factor = torch.tensor(0.5)
+        optimizer.zero_grad()  # a step that was discarded
+        assert optimizer.factor is None
 
 
 def test_a_slice_that_comes_back_changed_is_found(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from duoka.plan.choose import check_machine
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout
 from duoka.plan.memory import estimate_memory
+from duoka.plan.offload import moved_bytes
 from duoka.plan.recipe import Work, static_memory
 from duoka.plan.shape import shape_from_config
 from duoka.plan.speed import Load, estimate_speed
@@ -73,6 +74,15 @@ def test_what_lies_in_files_takes_no_memory_but_its_buffers(disk, kept):
     elsewhere = 0 if "gradients" in found.parts else 4 * SHAPE.num_parameters / RANKS
     assert held + elsewhere == pytest.approx(kept * SHAPE.num_parameters, rel=1e-6)
     assert found.parts["disk buffers"] >= 4 * 4 * 1000
+
+
+def test_weights_on_a_disk_are_read_from_it_by_each_pass():
+    """Past the page cache, however much memory there is; natively that keeps them."""
+    at = replace(layout("fsdp"), offload="optimizer")
+    cluster = cluster_of(Machine(2, 64 << 30, 60 << 30), 1, RANKS)
+    moved = [moved_bytes(work(), replace(at, disk=disk), 3, cluster) for disk in ("none", "optimizer", "params")]
+    own = SHAPE.num_parameters / RANKS
+    assert moved == pytest.approx([0, 2 * 12 * own, 2 * 12 * own + 4 * own * (2 * 3 + 2)], rel=1e-6)
 
 
 def test_the_live_window_of_stage_3_is_part_of_the_peak():

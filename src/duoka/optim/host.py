@@ -108,6 +108,10 @@ class HostAdamW(torch.optim.AdamW):
             self._update(under_way.popleft())
         self.factor = None
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.factor = None  # of gradients that are gone, where a step was discarded
+
     def parts(self) -> Iterator[Part]:
         """What is updated where its offloaded state is, in order: all that got a gradient."""
         for group in self.param_groups:

@@ -11,7 +11,7 @@ from duoka.config.schema_running import OffloadConfig
 from duoka.plan.catalog import Cluster
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Elsewhere, Layout, Offload, OnDisk
-from duoka.plan.recipe import StaticMemory
+from duoka.plan.recipe import Work, static_memory
 from duoka.units import format_bytes, format_seconds
 
 # A moment is read and written in slices of so many bytes; in each of the slots lies one of both moments.
@@ -58,18 +58,22 @@ def buffer_bytes(on_disk: int) -> int:
     return min(slices, NUM_SLOTS) * min(2 * SLICE_BYTES, on_disk)
 
 
-def moved_bytes(static: StaticMemory, layout: Layout, accumulation: float, cluster: Cluster) -> float:
+def moved_bytes(work: Work, layout: Layout, accumulation: float, cluster: Cluster) -> float:
     """Read and written in a step by one rank.
 
     The optimizer's state goes both ways once. Weights are read by each pass, and updated; gradients are written, added
     to by later micro-batches, and read for the norm and for the update: where half of the node's memory holds both
-    files of its ranks, they stay in the page cache.
+    files of its ranks, they stay in the page cache. DeepSpeed reads weights past it, and keeps gradients in memory.
     """
+    static = static_memory(work, layout)
     moved = 2.0 * layout.offload_share * static.optimizer_bytes if layout.disk != "none" else 0.0
+    if layout.disk != "params":
+        return moved
+    times = 2 * accumulation + 2
+    if work.deepspeed is not None:
+        return moved + static.weights_bytes * times
     mapped = static.weights_bytes + static.gradients_bytes
-    if layout.disk == "params" and mapped * cluster.per_node > cluster.host_room_bytes / 2:
-        moved += mapped * (2 * accumulation + 2)
-    return moved
+    return moved + (mapped * times if mapped * cluster.per_node > cluster.host_room_bytes / 2 else 0)
 
 
 def disk_seconds(moved: float, cluster: Cluster) -> float:

@@ -27,7 +27,7 @@ from duoka.plan.layout import Layout, Strategy
 from duoka.plan.lengths import Lengths
 from duoka.plan.memory import FITS, TIGHT, Memory
 from duoka.plan.offload import moved_bytes
-from duoka.plan.recipe import StaticMemory, Work, static_memory, static_table
+from duoka.plan.recipe import StaticMemory, Work, static_table
 from duoka.plan.rollouts import num_judges, rollout_notes, value_head_parameters
 from duoka.plan.room import NO_ROOM, VERDICTS, Room, Verdict
 from duoka.plan.search import Ranking, why_not
@@ -85,7 +85,7 @@ class Plan:
         """That a rank reads from the disk and writes there in a step."""
         load = load_of(self.task, self.layout)
         kept = activations_moved(self.work, self.layout, load) if self.layout.activations == "disk" else 0.0
-        return kept + moved_bytes(static_memory(self.work, self.layout), self.layout, load.accumulation, self.cluster)
+        return kept + moved_bytes(self.work, self.layout, load.accumulation, self.cluster)
 
     @property
     def lengths(self) -> Lengths | None:

@@ -27,7 +27,7 @@ from duoka.plan.layout import Layout
 from duoka.plan.memory import moved_activations
 from duoka.plan.offload import disk_seconds, moved_bytes
 from duoka.plan.pipeline import PassTimes, bubble
-from duoka.plan.recipe import Work, shares, slowest_stage, static_memory
+from duoka.plan.recipe import Work, shares, slowest_stage
 from duoka.plan.recompute import part_of_layers
 from duoka.plan.traffic import Exchange, traffic
 
@@ -184,7 +184,7 @@ def estimate_speed(work: Work, layout: Layout, cluster: Cluster, load: Load, *, 
     optimizer = OPTIMIZER_BYTES * state * cores / (device.memory_bytes_per_s * MEMORY_SHARE)
     if layout.offload != "none" and device.kind == "cuda":
         optimizer += 16 * layout.offload_share * state / PCIE_BYTES_PER_S  # over PCIe and back, and host memory's speed
-    moved = moved_bytes(static_memory(work, layout), layout, count, cluster)
+    moved = moved_bytes(work, layout, count, cluster)
     disk = max(0.0, disk_seconds(moved, cluster) - optimizer)  # it reads and writes while others are updated
     moving = max(0.0, _moving_seconds(work, layout, cluster, load) - compute)  # beside both passes
     parts = {
