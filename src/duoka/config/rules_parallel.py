@@ -85,7 +85,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "offload-params-of-whole-models",
         ("parallel.offload", "parallel.strategy"),
         lambda c: (
-            c.parallel.offloads.params != "none"
+            c.parallel.offloads.params == "host"  # of a disk the next rule says more
             and c.parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp", "hsdp")
         ),
         "parallel.offload is params, which needs a strategy that gathers weights when they are used; "
