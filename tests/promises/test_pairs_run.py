@@ -241,6 +241,29 @@ def test_nothing_drops_beside_a_reference():
         assert drops[0] > 1e-4 and drops[1] == 0.0, type(model).__name__
 
 
+@pytest.mark.parametrize("stage", ["{name: dpo, loss: simpo}", "{name: dpo, loss: sigmoid}", "{name: reward}"])
+def test_a_models_own_dropout_is_off_where_answers_are_judged(case, stage):
+    """As in TRL. What lora.dropout asks for stays, where nothing is compared with a reference."""
+    from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
+
+    from duoka.config.schema import LoraConfig
+    from duoka.model.lora import apply_lora
+    from duoka.train.stages.stage import build_stage
+
+    unread = ["stage.beta=null", "stage.sft_weight=null", "stage.sft_mean=null"]
+    config = load_config(case / "run.yaml", [f"stage={stage}", *unread]).config
+    scores = config.stage.kind.scores
+    small = GPT2Config(vocab_size=32, n_layer=1, n_head=2, n_embd=16, n_positions=32, num_labels=1)
+    base = (GPT2ForSequenceClassification if scores else GPT2LMHeadModel)(small)
+    model = apply_lora(base, LoraConfig(rank=2, dropout=0.1), scores=scores)
+    build_stage(config).wrap(model)
+    shares = {"own": set(), "of adapters": set()}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout):
+            shares["of adapters" if ".lora_dropout." in name else "own"].add(module.p)
+    assert shares == {"own": {0.0}, "of adapters": {0.0 if config.stage.has_reference else 0.1}}
+
+
 def test_two_runs_may_keep_the_same_reference_at_once(tmp_path, monkeypatch):
     from duoka.train.reference import keep_reference, read_reference
 

@@ -294,7 +294,7 @@ def count_dropout(lm: torch.nn.Module) -> Drops | None:
     adapters = {
         name: module
         for name, module in lm.named_modules()
-        if type(module) is torch.nn.Dropout and ".lora_dropout." in name and module.p
+        if type(module) is torch.nn.Dropout and _is_of_adapter(name) and module.p
     }
     own = _drops_itself(lm, adapters)
     if not adapters and not own:
@@ -309,9 +309,18 @@ def count_dropout(lm: torch.nn.Module) -> Drops | None:
     return drops
 
 
-def stop_dropout(lm: torch.nn.Module) -> None:
-    """Let nothing of a language model drop anything: for losses that compare it with what it was."""
-    for module in lm.modules():
+def _is_of_adapter(name: str) -> bool:
+    return ".lora_dropout." in name
+
+
+def stop_dropout(lm: torch.nn.Module, *, but_adapters: bool = False) -> None:
+    """Let nothing of a language model drop anything: for losses that compare it with what it was.
+
+    `but_adapters`: what is asked for by lora.dropout stays.
+    """
+    for place, module in lm.named_modules():
+        if but_adapters and _is_of_adapter(place):
+            continue
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():

@@ -40,8 +40,8 @@ class Pairs(Stage):
         self._chosen_targets: np.ndarray | None = None
 
     def wrap(self, lm: torch.nn.Module, *, own_logits: bool = False) -> LossModel:
-        if self.has_reference:
-            stop_dropout(lm)  # what is dropped at random would count as a difference from the reference
+        # What is dropped at random would count as a difference: from the reference, or between both answers.
+        stop_dropout(lm, but_adapters=not self.has_reference)
         return LossModel(lm, own_logits=own_logits)
 
     def describe(self) -> str:

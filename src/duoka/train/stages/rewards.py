@@ -18,6 +18,7 @@ from duoka.data.feed.answers import PADDING, AnswerRows
 from duoka.data.feed.loader import Batch, GlobalBatch
 from duoka.data.prepare import PreparedData
 from duoka.model.build import LossModel
+from duoka.model.dropout import stop_dropout
 from duoka.model.scores import ScoreModel
 from duoka.parallel.inputs import model_inputs
 from duoka.parallel.measure import Measured, measure_objective
@@ -47,6 +48,7 @@ class Rewards(Stage):
         self.has_margins = isinstance(rows, AnswerRows) and rows.margins is not None
 
     def wrap(self, lm: torch.nn.Module, *, own_logits: bool = False) -> LossModel:
+        stop_dropout(lm, but_adapters=True)  # what is dropped at random would count as a difference between answers
         return ScoreModel(lm, self.pad_id)
 
     def denominators(self, batch: GlobalBatch) -> Mapping[str, float]:
