@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from duoka.config.catalog import known_keys
 from duoka.config.convert import converted_yaml
+from duoka.config.dialects.trl import ABSENT, NEEDLESS, trl_words
 from duoka.config.foreign_task import read_asked
 from duoka.config.load import Start, load_config
 from duoka.config.loaded import Loaded
@@ -102,6 +104,56 @@ def test_a_file_of_trls_command_line_is_named_as_one() -> None:
     grpo = {"model_name_or_path": "some/model", "num_generations": 8, "max_completion_length": 256}
     ((what, fix),) = refusal(grpo)
     assert "TRL's command line" in what and "num_generations is rl.samples" in fix
+
+
+DPO_OF_TRL: dict[str, Any] = {
+    "model_name_or_path": "some/model", "dataset_name": "trl-lib/x", "beta": 0.2, "loss_type": ["sigmoid", "sft"],
+    "loss_weights": [1.0, 0.5], "sync_ref_model": True, "use_weighting": False, "precompute_ref_log_probs": True,
+    "truncation_mode": "keep_end", "use_dora": True, "gradient_checkpointing": True, "bogus_key": 3, "use_cpu": True,
+}  # fmt: skip
+
+
+def test_every_key_of_trls_file_is_told() -> None:
+    ((_, fix),) = refusal(DPO_OF_TRL)
+    assert "trl sft is stage: sft" in fix and "beta is stage.beta" in fix and "loss_weights is stage.sft_weight" in fix
+    assert "not there: sync_ref_model (the reference is the model that the run begins with" in fix
+    assert "not there: truncation_mode (a long answer is cut at its end)" in fix and "use_dora (of LoRA's" in fix
+    assert "needless here: use_weighting, precompute_ref_log_probs, use_cpu" in fix
+    assert "not known, of TRL neither: bogus_key" in fix
+    assert not [key for key in DPO_OF_TRL if key not in fix] and "loss_type sigmoid" not in fix
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [("exo_pair", "exo_pair"), (["sigmoid", "bco_pair", "sft"], "bco_pair"), (["ipo", "hinge"], "ipo + hinge at once")],
+)
+def test_losses_of_trl_that_are_not_there_are_named(written: Any, told: str) -> None:
+    ((_, fix),) = refusal({**DPO_OF_TRL, "loss_type": written})
+    assert f"not there: loss_type {told} (docs/preferences.md has those that there are)" in fix
+
+
+def test_words_of_trls_grpo_are_of_stage_rl() -> None:
+    """beta and loss_type are of another block there."""
+    keys = {"model_name_or_path": "m", "num_generations": 8, "beta": 0.04, "loss_type": "dapo", "epsilon_high": 0.28,
+            "scale_rewards": "batch", "top_entropy_quantile": 0.2, "delta": None}  # fmt: skip
+    ((_, fix),) = refusal(keys)
+    assert "beta is rl.kl" in fix and "loss_type is rl.algorithm" in fix and "epsilon_high is rl.clip" in fix
+    assert "scale_rewards is rl.advantage" in fix and "not there: top_entropy_quantile (of these variants" in fix
+    assert "needless here: delta" in fix
+
+
+def test_words_of_trl_are_known_in_a_file_of_ours() -> None:
+    rl = {"num_generations": 4, "beta": 0.1}
+    ours = {"model": "m", "stage": "rl", "data": {"train": ["task:sort"]}, "output": "x", "rl": rl}
+    told = dict(refusal(ours))
+    assert [fix for what, fix in told.items() if "num_generations" in what] == ["write:   samples: 4"]
+    assert [fix for what, fix in told.items() if "beta" in what] == ["write:   kl: 0.1"]
+
+
+def test_the_words_of_trl_have_one_meaning_each() -> None:
+    words = trl_words()
+    assert all(key in known_keys() for key, _ in words.values() if key)
+    assert sum(map(len, [*NEEDLESS.values(), *ABSENT.values()])) == sum(not key for key, _ in words.values())
 
 
 def test_a_file_of_the_benchmark_is_named_as_one() -> None:

@@ -172,6 +172,12 @@ def test_a_key_of_another_tool_and_a_key_of_ours_are_told_with_their_effect() ->
     assert "results depend on it" in said and "LLaMA-Factory: learning_rate" in said
 
 
+def test_a_word_of_trls_configs_is_told_with_ours_or_with_why_there_is_none() -> None:
+    assert "TRL: rl.advantage\n" in explain("scale_rewards", LANG="C")
+    assert "there is no such key here" in explain("--sync_ref_model", LANG="C")
+    assert "没有这样的键" in explain("sync_ref_model", "--lang", "zh")
+
+
 def test_figures_of_guides_are_recomputed_in_both_languages() -> None:
     for language in LANGUAGES:
         text = topics()["slow"][language]["wrong"]

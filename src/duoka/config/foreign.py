@@ -12,6 +12,7 @@ from functools import cache
 from duoka.config.catalog import known_keys
 from duoka.config.dialects.all import dialects
 from duoka.config.dialects.rows import Row
+from duoka.config.dialects.trl import trl_words
 from duoka.config.foreign_axes import FLAGS
 
 
@@ -149,6 +150,9 @@ def foreign_names() -> dict[str, Foreign]:
             last = shown.rpartition(".")[2]
             if last not in ours and last not in out:
                 out[last] = _advice_of(dialect.rows[name])
+    for word, (key, note) in trl_words().items():
+        if word not in ours and word not in out and word not in known_keys():
+            out[word] = Foreign((key,) if key else (), note)
     return {**out, **_SPECIAL}
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from duoka.config.catalog import Key, is_execution_key, known_keys
 from duoka.config.dialects.all import dialects
+from duoka.config.dialects.trl import trl_words
 from duoka.config.foreign_axes import find_flag
 from duoka.config.yaml_text import yaml_text
 from duoka.explain.words import best_topic
@@ -213,4 +214,15 @@ def _explain_foreign(word: str, language: Language) -> Entry | None:
         ours = known_keys().get(row.key)
         lines += [f"{row.key}: {_description(ours, language)}"] if ours else []
         return Entry(word, "\n".join(lines), key=row.key)
-    return None
+    return _explain_trl(word, language)
+
+
+def _explain_trl(word: str, language: Language) -> Entry | None:
+    """A word of TRL's configs, whose files are not read: what to write in its place, or why there is nothing."""
+    found = trl_words().get(word)
+    if found is None:
+        return None
+    key, why = found
+    lines = [f"TRL: {key or ('没有这样的键' if language == 'zh' else 'there is no such key here')}"]
+    lines += [why] if why else [f"{key}: {_description(known_keys()[key], language)}"]
+    return Entry(word, "\n".join(lines), key=key)

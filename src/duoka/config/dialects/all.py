@@ -11,6 +11,7 @@ from duoka.config.dialects.engine import leaves_of
 from duoka.config.dialects.llamafactory import llamafactory
 from duoka.config.dialects.nested import nested
 from duoka.config.dialects.rows import Dialect
+from duoka.config.dialects.trl import refuse_trl
 from duoka.config.yaml_lines import Tree
 from duoka.errors import Fault
 
@@ -41,37 +42,6 @@ _V1 = {
 }  # fmt: skip
 
 
-# TRL's command line takes YAML in transformers' words and these, of which three are no accident of LLaMA-Factory's.
-_TRL = {
-    "dataset_name": "data.train", "datasets": "data.train", "dataset_config": "", "dataset_train_split": "",
-    "dataset_test_split": "data.eval", "dataset_text_field": "", "use_peft": "lora", "lora_r": "lora.rank",
-    "lora_target_modules": "lora.targets", "completion_only_loss": "data.targets",
-    "assistant_only_loss": "data.targets", "reward_funcs": "rl.rewards", "reward_model_name_or_path": "rl.rewards",
-    "num_generations": "rl.samples", "max_completion_length": "rl.max_new_tokens", "use_vllm": "",
-}  # fmt: skip
-_TRL_TOO = {
-    "max_length": "data.max_length", "beta": "stage.beta", "loss_type": "stage.loss", "dtype": "train.precision",
-    "load_in_4bit": "model.quantization", "temperature": "rl.temperature", "num_iterations": "rl.updates",
-}  # fmt: skip
-_NOT_TRL = ("dataset", "stage", "template", "finetuning_type", "cutoff_len", "lora_rank", "lora_target")
-
-
-def _refuse_trl(tree: Tree) -> Fault | None:
-    """Read as LLaMA-Factory's, half of its keys would be unknown and `max_length` would be of answers."""
-    signs = [key for key in tree.value if key in _TRL]
-    if not signs or "model_name_or_path" not in tree.value or any(key in tree.value for key in _NOT_TRL):
-        return None
-    rows = llamafactory().rows
-    words = {key: row.key for key in tree.value if (row := rows.get(key)) is not None and row.state == "implemented"}
-    words |= {key: ours for key, ours in (_TRL | _TRL_TOO).items() if key in tree.value}
-    pairs = [f"{key} is {ours}" for key, ours in words.items() if ours]
-    what = f"this is a file of TRL's command line ({', '.join(signs[:3])}), which duoka does not read"
-    lines = [", ".join(pairs[at : at + 4]) for at in range(0, len(pairs), 4)]
-    fix = "\n".join(["write it in duoka's own words (docs/coming-from/trl.md):", *lines])
-    first: Tree = tree.value[signs[0]]
-    return first.place.fault(what, key=signs[0], fix=fix)
-
-
 def _refuse_benchmark(tree: Tree) -> Fault | None:
     """What `llamafactory-cli eval` reads: MMLU, C-Eval or CMMLU by name, fetched from the Hub."""
     if "task" not in tree.value or "model_name_or_path" not in tree.value or "dataset" in tree.value:
@@ -87,7 +57,7 @@ def _refuse_benchmark(tree: Tree) -> Fault | None:
 
 def refuse_unread_form(tree: Tree) -> Fault | None:
     """What a file is that is known and not read; None for all others."""
-    other = _refuse_trl(tree) or _refuse_benchmark(tree)
+    other = refuse_trl(tree) or _refuse_benchmark(tree)
     if other is not None:
         return other
     known = [key for key in tree.value if key in _V1]
