@@ -150,6 +150,27 @@ def test_words_for_the_template_are_refused() -> None:
     with pytest.raises(BadRecord, match="'chat_template_kwargs', and the chat template is given none"):
         read_one({**TALK, "chat_template_kwargs": {"enable_thinking": False}})
     assert isinstance(read_one({**TALK, "chat_template_kwargs": {}}), Example)
+    for pair in ({"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, QUESTION]}, {"prompt": "q", "chosen": "a"}):
+        with pytest.raises(BadRecord, match="'chat_template_kwargs', and the chat template is given none"):
+            read_one({"rejected": "b", **pair, "chat_template_kwargs": {"enable_thinking": False}})
+
+
+def test_pairs_of_whole_texts_are_told_where_their_prompt_goes(tmp_path: Path) -> None:
+    """hh-rlhf's form: nothing says where the prompt ends, or who speaks."""
+    talk = "\n\nHuman: q\n\nAssistant: "
+    path = write_jsonl(tmp_path / "a.jsonl", [{"chosen": f"{talk}a", "rejected": f"{talk}b"}])
+    (fault,) = faults_of(path, tmp_path)
+    assert "none that duoka knows" in fault.what and "no prompt beside 'chosen' and 'rejected'" in (fault.fix or "")
+
+
+def test_a_label_of_several_messages_is_refused() -> None:
+    """One answer is judged; TRL's loss is of all messages of a completion."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "w", "arguments": {}}}]}
+    turns = [call, {"role": "tool", "content": "5"}, ANSWER]
+    with pytest.raises(BadRecord, match="'completion' is 3 messages, and a label judges one answer"):
+        read_one({"prompt": [QUESTION], "completion": turns, "label": True})
+    found = read_one({"prompt": [QUESTION, *turns[:2]], "completion": [ANSWER], "label": True})
+    assert isinstance(found, Labeled) and [message.role for message in found.messages][-2:] == ["tool", "assistant"]
 
 
 def test_a_number_or_nothing_in_a_column_called_image_is_no_picture() -> None:

@@ -36,15 +36,20 @@ def read_messages(record: dict[str, Any], form: SetFormat) -> tuple[list[Message
     turns = listed(turns, column)
     if not isinstance(turns, list) or not turns:
         raise BadRecord(f"{column!r} must be a list of messages, this is {kind_of(turns)}", misread=True)
-    if record.get("chat_template_kwargs"):  # TRL gives them to the template, which then writes another text
-        raise BadRecord(
-            "the record has 'chat_template_kwargs', and the chat template is given none here",
-            "leave them out, and write into the messages what they are to change",
-        )
+    check_template_arguments(record)
     messages = [read_turn(turn, place, form.tags) for place, turn in enumerate(turns, start=1)]
     if form.columns.get("completion"):
         messages = _with_completion(messages, record, form)
     return with_system(messages, record, form), _tools_of(record, form)
+
+
+def check_template_arguments(record: dict[str, Any]) -> None:
+    """TRL gives them to the template, which then writes another text."""
+    if record.get("chat_template_kwargs"):
+        raise BadRecord(
+            "the record has 'chat_template_kwargs', and the chat template is given none here",
+            "leave them out, and write into the messages what they are to change",
+        )
 
 
 def _tools_of(record: dict[str, Any], form: SetFormat) -> Any:

@@ -30,7 +30,15 @@ from duoka.data.read.example import (
     read_text,
 )
 from duoka.data.read.formats import FORMATS, check_all_whole, check_order, read_example
-from duoka.data.read.messages import listed_answer, read_messages, read_tools, read_turn, with_system
+from duoka.data.read.messages import (
+    check_template_arguments,
+    listed,
+    listed_answer,
+    read_messages,
+    read_tools,
+    read_turn,
+    with_system,
+)
 
 
 def read_record(record: Any, form: SetFormat, *, source: str = "", line: int = 0) -> AnyExample:
@@ -88,10 +96,16 @@ def _read_labeled(record: dict[str, Any], form: SetFormat, source: str, line: in
         raise BadRecord(f"{name!r} is {kind_of(label)}, and must be true or false", "true for a desirable answer (KTO)")
     plain = SetFormat(form.name, form.columns, form.tags)
     example = read_example(record, plain)
+    column = form.columns.get("completion", "")
+    count = len(listed(record[column], column)) if column else 1
+    if count > 1:  # TRL's loss is of all of them
+        what = f"{column!r} is {count} messages, and a label judges one answer"
+        raise BadRecord(what, "put the messages before the last answer into the prompt, or leave the record out")
     return Labeled(example.messages, label, example.tools, source, line)
 
 
 def _read_preference(record: dict[str, Any], form: SetFormat, source: str, line: int) -> Preference:
+    check_template_arguments(record)
     before: list[list[Message]] = []
     answers: list[Message] = []
     for role in ("chosen", "rejected"):

@@ -306,6 +306,11 @@ def _other_shape(value: object) -> str:
     name = next(iter(value), "")
     if len(value) == 1 and any(mark in name for mark in ";\t|"):
         return "separate cells by commas in a .csv, by tabs in a .tsv: only one column was found"
+    if isinstance(value.get("chosen"), str) and isinstance(value.get("rejected"), str):  # as in hh-rlhf
+        return (
+            "there is no prompt beside 'chosen' and 'rejected': write what both begin with once, "
+            '{"prompt": ..., "chosen": ..., "rejected": ...}, and the answers alone behind it'
+        )
     lists = [key for key, part in value.items() if isinstance(part, list) and part and isinstance(part[0], dict)]
     if len(lists) == 1 and detect_format(value[lists[0]][0]) is not None:
         return f"the records stand in {lists[0]!r} of one object: write that list alone, [ {{...}}, {{...}} ]"
