@@ -223,7 +223,7 @@ def test_duoka_eval_refuses_pairs_and_says_where_their_loss_is(whole):
 
 
 def test_nothing_drops_beside_a_reference():
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     from duoka.model.dropout import stop_dropout
 
@@ -231,6 +231,7 @@ def test_nothing_drops_beside_a_reference():
     models = [
         GPT2LMHeadModel(GPT2Config(vocab_size=32, n_layer=1, n_head=2, n_embd=16, n_positions=32)),
         LlamaForCausalLM(LlamaConfig(**small, intermediate_size=32, attention_dropout=0.5)),
+        FalconForCausalLM(FalconConfig(**small, hidden_dropout=0.5)),  # whose layers read the share in the config
     ]
     ids = torch.arange(12)[None]
     for model in models:
@@ -239,6 +240,7 @@ def test_nothing_drops_beside_a_reference():
         stop_dropout(model)
         drops.append(float((model(ids).logits - model(ids).logits).detach().abs().max()))
         assert drops[0] > 1e-4 and drops[1] == 0.0, type(model).__name__
+    assert models[2].config.hidden_dropout == 0.5, "what is saved says what the model came with"
 
 
 @pytest.mark.parametrize("stage", ["{name: dpo, loss: simpo}", "{name: dpo, loss: sigmoid}", "{name: reward}"])

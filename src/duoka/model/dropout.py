@@ -9,6 +9,7 @@ batches) draw as torch does.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import math
@@ -318,6 +319,8 @@ def stop_dropout(lm: torch.nn.Module, *, but_adapters: bool = False) -> None:
 
     `but_adapters`: what is asked for by lora.dropout stays.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     for place, module in lm.named_modules():
         if but_adapters and _is_of_adapter(place):
             continue
@@ -326,6 +329,17 @@ def stop_dropout(lm: torch.nn.Module, *, but_adapters: bool = False) -> None:
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):  # what attention hands on
                 setattr(module, name, 0.0)
+        if isinstance(module, GradientCheckpointingLayer) and hasattr(module, "config"):
+            module.config = _without_dropout(module.config)  # Falcon's layers read their share there
+
+
+def _without_dropout(config: Any) -> Any:
+    """A copy: the model's own is saved beside its weights."""
+    out = copy.copy(config)
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(out, name, 0.0)
+    return out
 
 
 def _drops_itself(lm: torch.nn.Module, adapters: dict[str, Any]) -> bool:
