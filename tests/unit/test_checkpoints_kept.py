@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 from test_checkpoint import OLDER, choose, make_contents, save_at, store  # noqa: F401
 
 from duoka.cluster.run_lock import hold_run
@@ -43,6 +44,22 @@ def test_trained_tensors_that_have_no_place_are_refused_and_not_dropped(store): 
     optimizer = build_optimizer(less.named_trainable(), OptimConfig(lr=0.1))
     with pytest.raises(StorageError, match=r"1 trained tensors that this run does not train: 1\.weight"):
         store.load(folder, replace(fewer, engine=less, optimizer=optimizer))
+
+
+def test_what_else_lies_in_a_checkpoints_folder_is_not_read(store, tmp_path):  # noqa: F811
+    """A copy made again without removing what was there (rsync), a file manager's notes, an editor's draft."""
+    contents = make_contents(1)
+    folder = save_at(store, contents, 5)
+    old = save_at(store, make_contents(9), 10)
+    shutil.copy(next(old.glob("tensors-*")), folder / "tensors-00001.safetensors")  # of a world of two, say
+    (folder / "._tensors-00000.safetensors").write_bytes(b"\0\5\x16\7 no tensors")
+    (folder / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
+    (folder / ".nfs00000000deadbeef00000001").write_bytes(b"")
+    assert find_damage(folder, World()) == ""
+    other = make_contents(2)
+    store.load(folder, other)
+    for name, tensor in contents.tensors().items():
+        assert torch.equal(other.tensors()[name], tensor), name
 
 
 def save_under(store, resume, step, keep=9):  # noqa: F811

@@ -35,7 +35,7 @@ from duoka.process.environ import RankEnvironment
 from duoka.process.exits import RankExit
 from duoka.process.interface import choose_interface, interface_towards
 from duoka.process.rank import start_mark
-from duoka.runs.events import EventWriter, global_log
+from duoka.runs.events import EventWriter, global_log, log_size
 from duoka.runs.failure import clear_failures, read_failures, write_failure
 from duoka.runs.folder import RunFolder
 
@@ -44,7 +44,7 @@ from duoka.runs.folder import RunFolder
 def spec(tmp_path: Path) -> WorldSpec:
     run = RunFolder(tmp_path / "run")
     run.make()
-    return WorldSpec(("python", "x.py"), 4, run, started=100.0)
+    return WorldSpec(("python", "x.py"), 4, run)
 
 
 def judge(spec: WorldSpec, *exits: RankExit, stopped_by: str = "", late_s: float = 0.0):
@@ -167,8 +167,13 @@ def test_the_last_step_is_of_this_start(spec: WorldSpec) -> None:
     log.close()
     with global_log(spec.run).open("a") as file:
         file.write('{"type": "step", "st')
-    assert last_step(spec.run, since=0) == 3
-    assert last_step(spec.run, since=4e9) == 0
+    assert last_step(spec.run, 0) == 3
+    begun = log_size(spec.run)
+    assert last_step(spec.run, begun) == 0
+    with global_log(spec.run).open("a") as file:  # a clock that was set back an hour meanwhile
+        file.write(f'\n{{"type": "step", "t": {time.time() - 3600}, "step": 4}}\n')
+    assert last_step(spec.run, begun) == 4
+    assert last_step(spec.run, 10**9) == 4, "the log was begun anew since"
 
 
 def test_the_traceback_is_the_last_one_of_the_last_start(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from duoka.runs.folder import RunFolder
 def spec(tmp_path: Path) -> WorldSpec:
     run = RunFolder(tmp_path / "run")
     run.make()
-    return WorldSpec(("python", "x.py"), 4, run, started=100.0)
+    return WorldSpec(("python", "x.py"), 4, run)
 
 
 def judge(spec: WorldSpec, one: RankExit):

@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import os
+import shutil
+import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
@@ -10,6 +12,9 @@ from dataclasses import asdict, replace
 import psutil
 import pytest
 
+from duoka.cluster.listing import stop_run
+from duoka.cluster.run_lock import check_nobody_works
+from duoka.errors import ConfigError
 from duoka.runs.folder import RunFolder
 from duoka.runs.status import ProgressFile, Status, is_alive, leader_identity, read_status, update_status
 
@@ -135,3 +140,23 @@ def test_a_process_is_the_same_one_when_the_systems_clock_was_set(run, monkeypat
         monkeypatch.setattr("psutil._pslinux.boot_time", lambda: later)
         assert is_alive(ours)
     assert not is_alive(replace(ours, pid_started=ours.pid_started + 1))
+
+
+def test_a_copy_of_a_running_runs_folder_is_not_led_by_that_process(run, tmp_path):
+    """A start there was refused, and `duoka runs stop COPY` would have stopped the run that it is a copy of."""
+    start(run)
+    with subprocess.Popen(["sleep", "600"]) as leader:
+        update_status(run, state="running", **leader_identity(leader.pid))
+        copied = RunFolder(tmp_path / "copy")
+        shutil.copytree(run.path, copied.path)
+        seen = read_status(copied)
+        assert (seen.state, seen.step) == ("running", 3) and not is_alive(seen) and is_alive(read_status(run))
+        check_nobody_works(copied)
+        with pytest.raises(ConfigError, match="no process of"):
+            stop_run(copied, grace_s=0, at_once=False, say=print)
+        assert leader.poll() is None
+        run.path.rename(tmp_path / "moved")
+        assert is_alive(read_status(RunFolder(tmp_path / "moved"))), "the same folder under another name"
+        update_status(copied, state="running", **leader_identity(leader.pid))
+        assert is_alive(read_status(copied)), "who goes on in the copy leads there"
+        leader.kill()

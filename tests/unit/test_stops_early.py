@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from test_meeting import seat  # noqa: F401
 
+from duoka.cli import main
 from duoka.cli.train import start_here
 from duoka.cluster.elastic import ComingAndGoing
 from duoka.cluster.launcher import Spec
 from duoka.cluster.meeting import Rules
 from duoka.cluster.nodes import FixedNodes, Flags
+from duoka.model.export import draft_of
 from duoka.runs.failure import write_failure
 from duoka.runs.folder import RunFolder
 
@@ -43,6 +45,27 @@ def test_a_stop_while_the_config_is_read_is_one_while_all_is_prepared(name, monk
     assert start_here("x.yaml", (), Flags(), dry_run=False) == 75
     assert f"stopped by {name} while model and data were prepared" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_command_that_is_asked_to_leave_takes_its_draft_along(name, tmp_path, monkeypatch, capsys):
+    """`duoka export` left a hidden folder as large as the model."""
+
+    def write(**_):
+        with draft_of(tmp_path / "new") as draft:
+            (draft / "weights").write_bytes(b"half")
+            if not os.fork():  # a child is ended by it as by default: it has nothing of ours to unwind
+                os.kill(os.getpid(), signal.Signals[name])
+                os._exit(1)
+            assert os.WTERMSIG(os.wait()[1]) == signal.Signals[name]
+            os.kill(os.getpid(), signal.Signals[name])
+
+    monkeypatch.setattr("duoka.cli.cli.main", write)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as left:
+        main(["export", "run", "-o", str(tmp_path / "new")])
+    assert left.value.code == 128 + signal.Signals[name] and not os.listdir(tmp_path)
+    assert capsys.readouterr().err == f"stopped by {name}\n" and signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(("state", "code"), [("running", 5), ("done", 0)])

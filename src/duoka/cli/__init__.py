@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import click
 
 from duoka import __version__
 from duoka.cli import words_zh
+from duoka.cli.asked_to_leave import AskedToLeave, leave_when_asked
 from duoka.cli.language import framed, language
 from duoka.errors import DoctorError, DuokaError
 from duoka.process.no_memory import is_no_memory, no_memory  # here: without memory nothing can be imported any more
@@ -185,8 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from duoka.process.environ import has_peers
     from duoka.process.lifeline import leaves_thread_behind, parent_pid
 
-    code = run(arguments)
-    if has_peers() or parent_pid() is not None or leaves_thread_behind():
+    is_rank = has_peers() or parent_pid() is not None  # it dies of signals at once: its main thread may wait for ever
+    with contextlib.nullcontext() if is_rank else leave_when_asked():
+        code = run(arguments)
+    if is_rank or leaves_thread_behind():
         # A finished rank exits at once: during Python's finalization, a communication thread that still
         # lives now and then aborts the process (seen as SIGABRT after a finished evaluation). And finalization visits
         # every object: a second, and 150 MiB of pages that a forked rank shares until then.
@@ -239,6 +243,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
             return 1
         print_error(framed(known.lines(), known.exit_code))
         return known.exit_code
+    except AskedToLeave as asked:  # drafts and the like are gone by now
+        print_error(framed([f"stopped by {asked.signal_name}"]))
+        return 128 + signal.Signals[asked.signal_name]
     except BaseException as error:  # of tokenizers' threads: no Exception, and all else goes on upwards
         if not is_no_process(error):
             raise

@@ -1,8 +1,9 @@
 """Signals that ask the process a user started to leave, before it has ranks to pass them on to.
 
-`duoka train` prepares models and data under `leave_when_asked`: a SIGTERM or SIGHUP then unwinds what is under way
-(workers are ended, locks let go of) and is reported as what it is. Ranks of ours die of it at once, and their launcher
-knows what it asked for. Ranks that torchrun, srun or mpirun started have nobody who knows: they leave at once, in words
+Every command is under `leave_when_asked`: a SIGTERM or SIGHUP unwinds what is under way, as a Ctrl-C does (drafts are
+removed, workers ended, locks let go of), and is reported as what it is; `duoka train` says of it while model and data
+are prepared that the same command goes on. Ranks of ours die of it at once, and their launcher knows what it asked for.
+Ranks that torchrun, srun or mpirun started have nobody who knows: they leave at once, in words
 and with the code of a run that goes on (`leave_at_once`).
 """
 
@@ -34,7 +35,12 @@ class AskedToLeave(BaseException):
 def leave_when_asked() -> Iterator[None]:
     """Raise AskedToLeave in this thread, the main one, when a signal asks. One that is ignored (nohup) stays so."""
 
+    owner = os.getpid()
+
     def leave(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a child that was forked from here is ended by it as by default
+            signal.signal(number, signal.SIG_DFL)
+            return os.kill(os.getpid(), number)
         for other in before:  # once: a second signal must not interrupt the cleanup
             signal.signal(other, signal.SIG_IGN)
         raise AskedToLeave(signal.Signals(number).name)

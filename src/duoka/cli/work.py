@@ -91,10 +91,11 @@ def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: b
     from duoka.cluster.blame import last_step
     from duoka.errors import WorkerFailed
     from duoka.process.lifeline import die_with_parent, parent_pid
+    from duoka.runs.events import log_size
     from duoka.runs.failure import write_failure
     from duoka.runs.heart import stacks_path
 
-    started, parent = time.time(), parent_pid()
+    log_from, parent = log_size(run), parent_pid()
     if supervised and parent is not None and sys.platform != "linux":
         die_with_parent(parent)  # on Linux this came with the process
     # Libraries warn their own developers; a user can do nothing about it, N times.
@@ -104,7 +105,7 @@ def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: b
 
     def end_hanging(what: str) -> None:
         error = WorkerFailed(what, where=f"stacks: {stacks_path(run, rank)}")
-        write_failure(run, rank, error, last_step(run, started))
+        write_failure(run, rank, error, last_step(run, log_from))
         if not quiet:
             click.echo("\n".join(error.lines()), err=True)
         end_process(error.exit_code)
@@ -119,7 +120,7 @@ def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: b
         from duoka.cli import find_known_fault
 
         known = find_known_fault(error)
-        failure = write_failure(run, rank, known or error, last_step(run, started))
+        failure = write_failure(run, rank, known or error, last_step(run, log_from))
         if rank > 0 or not (supervised or quiet):  # rank 0 shares the supervisor's terminal, which prints it once
             if known is None:
                 traceback.print_exc()

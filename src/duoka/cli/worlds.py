@@ -93,7 +93,7 @@ def run_same_command(
         python_module("duoka", *arguments), num_processes, run, env=env or {}, resumes=False, stop_within_s=STOP_S
     )
     verdict = launcher.start(spec, lambda text: click.echo(text, err=True))
-    if verdict.exit_code == 0:
+    if verdict.exit_code == 0 or verdict.stopped:
         shutil.rmtree(folder, ignore_errors=True)
     print_verdict(verdict)
     return verdict.exit_code

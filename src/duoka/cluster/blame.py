@@ -67,7 +67,7 @@ def judge_world(
         late = [one for one in bad if one.code == -signal.SIGKILL]
         were = "was" if len(late) == 1 else "were"
         text = f"{_ranks(late)} did not stop within {killed_late_s:.0f} s of {stopped_by}, and {were} killed"
-        details = (*_where(spec), *_goes_on(spec, last_step(spec.run, spec.started)))
+        details = (*_where(spec), *_goes_on(spec, last_step(spec.run, spec.log_from)))
         is_written = spec.resumes and spec.stop_within_s is not None
         fix = ["  faults.stop_within: auto would have waited as long as they moved"] if is_written else []
         return failed(Kind.NOT_STOPPING, text, *fix, details=details)
@@ -112,7 +112,7 @@ def _judge_failure(spec: WorldSpec, exits: Sequence[RankExit], failures: dict[in
     if is_second_hand and (left := _left_before(exits, cause, failure)):
         return _judge_left_early(spec, left, bad)
     who = f"rank {cause.rank} of {spec.num_processes}"
-    step = max(last_step(spec.run, spec.started), failure.step if failure else 0)
+    step = max(last_step(spec.run, spec.log_from), failure.step if failure else 0)
     after = f" after step {step}" if step else ""
     traceback: list[str] = []
     if failure is not None and not failure.traceback and failure.exit_code != 1:
@@ -146,7 +146,7 @@ def _left_before(exits: Sequence[RankExit], cause: RankExit, failure: Failure | 
 
 
 def _judge_left_early(spec: WorldSpec, left: RankExit, bad: list[RankExit]) -> Verdict:
-    step = last_step(spec.run, spec.started)
+    step = last_step(spec.run, spec.log_from)
     after = f" after step {step}" if step else ""
     text = f"rank {left.rank} of {spec.num_processes} {LEFT_EARLY}{after}, and the others still needed it"
     hint = "  something in its process called exit(0): a library, a hook, or code of the model or data"
@@ -256,23 +256,28 @@ def _where(spec: WorldSpec, rank: int | None = None) -> tuple[str, ...]:
     return (f"  logs: {logs if rank is None else logs / log_name(rank)}",)
 
 
-def last_step(run: RunFolder, since: float) -> int:
-    """The last optimizer step that was recorded, or gone on from, after the moment `since`; or 0."""
+def last_step(run: RunFolder, log_from: int) -> int:
+    """The last optimizer step that was recorded, or gone on from, behind byte `log_from` of the event log; or 0.
+
+    A place and no moment: the clock may be set while a run goes on, and two machines' clocks differ.
+    """
     last = 0
-    for line in _tail(global_log(run)).splitlines():
+    for line in _tail(global_log(run), log_from).splitlines():
         try:
             event = json.loads(line)
         except ValueError:
             continue  # the first line of the tail is cut, the last one may be
-        if isinstance(event, dict) and event.get("type") in ("step", "resume") and event.get("t", 0) >= since:
+        if isinstance(event, dict) and event.get("type") in ("step", "resume"):
             last = int(event["step"])
     return last
 
 
-def _tail(path: Path) -> str:
+def _tail(path: Path, first: int = 0) -> str:
+    """The end of a file, from byte `first` on; of one that was begun anew since, from its beginning."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            size = path.stat().st_size
+            file.seek(max(first if first <= size else 0, size - _TAIL_BYTES))
             return file.read().decode("utf-8", "replace")
     except OSError:
         return ""

@@ -21,6 +21,7 @@ from duoka.cluster.launcher import Say, Spec
 from duoka.cluster.meeting import Meeting, Rules
 from duoka.cluster.patience import StopPatience
 from duoka.cluster.ranks import RankPlace, Ranks, node_environment
+from duoka.cluster.run_lock import hold_meeting
 from duoka.cluster.supervise import Request, listen_to_signals, write_end
 from duoka.cluster.verdict import INTERRUPTED, LEFT_AT_ONCE, Kind, Verdict, stopped, verdict_of
 from duoka.errors import ConfigError, DuokaError, StorageError, WorkerFailed
@@ -95,7 +96,7 @@ class ComingAndGoing:
     def _meet(self, spec: Spec, say: Say, request: Request) -> Iterator[Meeting | None]:
         """The meeting, where it is held here, once its address is known: a signal that comes before is obeyed too."""
         wait_for_name(self.rules.host, say, is_stopped=lambda: bool(request.stop_by))
-        with contextlib.nullcontext() if request.stop_by else _hold_meeting(self.rules, spec) as meeting:
+        with contextlib.nullcontext() if request.stop_by else open_meeting(self.rules, spec) as meeting:
             yield meeting
 
 
@@ -106,26 +107,28 @@ def _identity(rules: Rules, spec: Spec) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _hold_meeting(rules: Rules, spec: Spec) -> Iterator[Meeting | None]:
+def open_meeting(rules: Rules, spec: Spec) -> Iterator[Meeting | None]:
     """The meeting, on the machine that has the address; None on all others."""
     run = spec.run
     listener = open_listener(rules)
     if listener is None:
         yield None
         return
-    try:
-        secret = write_secret(run.path)
-    except OSError as error:
-        listener.close()
-        raise StorageError(f"cannot write in {run.path}: {error.strerror or error}") from None
-    meeting = Meeting(listener, rules, run, spec.num_processes, _identity(rules, spec), secret)
-    meeting.start()
-    try:
-        yield meeting
-    finally:
-        meeting.leave()
-        if read_secret(run.path) == secret:
-            (run.path / SECRET).unlink(missing_ok=True)
+    with contextlib.ExitStack() as cleaning:
+        cleaning.callback(listener.close)
+        cleaning.enter_context(hold_meeting(run))
+        try:
+            secret = write_secret(run.path)
+        except OSError as error:
+            raise StorageError(f"cannot write in {run.path}: {error.strerror or error}") from None
+        meeting = Meeting(listener, rules, run, spec.num_processes, _identity(rules, spec), secret)
+        meeting.start()
+        try:
+            yield meeting
+        finally:
+            meeting.leave()
+            if read_secret(run.path) == secret:
+                (run.path / SECRET).unlink(missing_ok=True)
 
 
 def open_listener(rules: Rules) -> socket.socket | None:

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from duoka.cluster.launcher import Say, Spec
 from duoka.errors import ConfigError
@@ -29,7 +29,7 @@ class WorldSpec(Spec):
 
     port: int = 0  # 0: a free one
     num_restarts: int = 0  # how many worlds of this run have failed before
-    started: float = field(default_factory=time.time)
+    log_from: int = 0  # where in the event log its own begins
 
 
 def count_processes(asked: int | None, num_gpus: int) -> int:

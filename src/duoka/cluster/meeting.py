@@ -23,8 +23,9 @@ from duoka.cluster.launch import WorldSpec, hold_free_port
 from duoka.cluster.restart import FIRST_WAIT_S, LONGEST_WAIT_S, note_in_log, with_line
 from duoka.cluster.supervise import write_end, write_start
 from duoka.cluster.verdict import INTERRUPTED, Kind, Verdict, failed, stopped
-from duoka.errors import StoppedEarly, StorageError, WorkerFailed
+from duoka.errors import StoppedEarly, StorageError
 from duoka.process.exits import ENDED_BY_STOP, RankExit
+from duoka.runs.events import log_size
 from duoka.runs.failure import clear_failures
 from duoka.runs.folder import RunFolder, read_json
 from duoka.runs.heart import clear_beats
@@ -227,7 +228,7 @@ class Meeting(threading.Thread):
             return self._finish(verdict if verdict.lines else stopped(text))
         if self._stop_by:
             return self._finish(verdict)
-        step = last_step(self.run_folder, world.spec.started)
+        step = last_step(self.run_folder, world.spec.log_from)
         if not (verdict.may_go_better or verdict.stopped or verdict.again):  # what a rank refused is refused again
             return self._refuse_newcomers(world, verdict, step) if world.newcomers else self._finish(verdict)
         if world.lost:
@@ -272,7 +273,7 @@ class Meeting(threading.Thread):
     def _next(self, text: str, step: int) -> None:
         self._tell_all(text)
         note_in_log(self.run_folder, text, step)
-        with contextlib.suppress(WorkerFailed):  # a disk that is full is said when the world begins
+        with contextlib.suppress(StorageError):  # a disk that is full is said when the world begins
             write_start(self.run_folder)
 
     def _finish(self, verdict: Verdict) -> None:
@@ -318,7 +319,7 @@ class Meeting(threading.Thread):
             return self._finish(Verdict(Kind.STORAGE, StorageError.exit_code, (what,)))
         port, held = hold_free_port()
         size = len(members) * self.num_processes
-        spec = WorldSpec((), size, self.run_folder, num_restarts=before)
+        spec = WorldSpec((), size, self.run_folder, num_restarts=before, log_from=log_size(self.run_folder))
         self._world = _World(self._number, members, spec, newcomers, held)
         names = ", ".join(member.name for member in members)
         self._tell_all(f"world {self._number}: {_count(len(members), 'machine')} ({names}), {_count(size, 'rank')}")

@@ -80,7 +80,7 @@ def _run_until_it_fits(world: WorldSpec, request: Request, say: Say) -> Verdict:
 
 
 def _next_world(world: WorldSpec) -> WorldSpec:
-    return replace(world, started=time.time(), num_restarts=world.num_restarts + 1)
+    return replace(world, num_restarts=world.num_restarts + 1)
 
 
 def _after(count: int, most: int) -> str:

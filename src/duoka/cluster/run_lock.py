@@ -28,9 +28,11 @@ from duoka.runs.status import is_alive, read_status
 
 ClaimKind = Literal["new", "resumed", "finished"]
 JOIN_FOLDER = ".join"
+MEETING_LOCK = f"{SECRET}.lock"
 _OUR_NAMES = {
     "config.yaml", "plan.json", "env.json", "status.json", "progress.json", "events", "checkpoints", "tensorboard",
     "wandb", "logs", "final", "data.json", "memory.json", "evals", "report.html", ".lock", JOIN_FOLDER, SECRET,
+    MEETING_LOCK,
 }  # fmt: skip
 
 
@@ -142,11 +144,33 @@ def _settings_of(run: RunFolder) -> Path:
 @contextmanager
 def hold_run(run: RunFolder) -> Iterator[None]:
     """Lock the folder against other processes as long as this one lives."""
+    run.make()
+    with _locked(run.lock, run) as file:
+        with suppress(OSError):  # a full disk is said by who cannot do without
+            os.ftruncate(file, 0)
+            os.pwrite(file, uuid.uuid4().hex.encode(), 0)
+        yield
+
+
+@contextmanager
+def hold_meeting(run: RunFolder) -> Iterator[None]:
+    """The folder's only rendezvous of machines, between two worlds too: who holds it clears what ranks left there.
+
+    The run's own lock is for rank 0 to take; here only whether somebody else has it is looked at.
+    """
+    run.make()
+    with _locked(run.path / MEETING_LOCK, run):
+        with _locked(run.lock, run):
+            pass
+        yield
+
+
+@contextmanager
+def _locked(path: Path, run: RunFolder) -> Iterator[int]:
     import fcntl
 
-    run.make()
     try:
-        file = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise StorageError(
             f"cannot write in {run.path}: {error.strerror or error}",
@@ -163,9 +187,6 @@ def hold_run(run: RunFolder) -> Iterator[None]:
         except OSError:
             # Some network file systems have no locks; status.json is all there is then.
             check_nobody_works(run)
-        with suppress(OSError):  # a full disk is said by who cannot do without
-            os.ftruncate(file, 0)
-            os.pwrite(file, uuid.uuid4().hex.encode(), 0)
-        yield
+        yield file
     finally:
         os.close(file)

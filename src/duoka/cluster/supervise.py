@@ -25,10 +25,12 @@ from duoka.cluster.patience import StopPatience
 from duoka.cluster.probe import count_usable_cores
 from duoka.cluster.ranks import RankPlace, Ranks
 from duoka.cluster.verdict import Verdict
-from duoka.errors import WorkerFailed
+from duoka.errors import StorageError
 from duoka.process.environ import LOOPBACK
 from duoka.process.exits import STOP_SIGNALS
+from duoka.process.no_room import disk_error, more_room
 from duoka.process.rank import log_name, start_mark
+from duoka.runs.events import log_size
 from duoka.runs.failure import clear_failures
 from duoka.runs.folder import RunFolder
 from duoka.runs.heart import clear_beats
@@ -57,6 +59,7 @@ def run_once(spec: WorldSpec, request: Request) -> Verdict:
     clear_failures(spec.run)
     clear_stop_request(spec.run)
     clear_beats(spec.run)
+    spec = replace(spec, log_from=log_size(spec.run))
     write_start(spec.run, world_size=spec.num_processes)
     world = _World(spec, request)
     try:
@@ -226,8 +229,9 @@ def _note_status(run: RunFolder, state: State, **changes: Any) -> None:
         update_status(run, state=state, **changes)
     except OSError as error:
         if state == "starting":
-            raise WorkerFailed(
-                f"cannot write {run.status}: {error.strerror or error}", fix="check the output folder"
-            ) from None
+            fix = (
+                f"{more_room(error)}, and the same command goes on" if disk_error(error) else "check the output folder"
+            )
+            raise StorageError(f"cannot write {run.status}: {error.strerror or error}", fix=fix) from None
         # At the end the run's own outcome matters more than a note that cannot be written.
         print(f"could not write {run.status}: {error.strerror or error}", file=sys.stderr)

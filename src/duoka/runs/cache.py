@@ -75,6 +75,8 @@ def storage_fault(error: BaseException, env: Mapping[str, str] = os.environ) -> 
     return None
 
 
+# Of network file systems that know no locks, or were mounted without them.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
 _CLOCK_TICK_NS = 2_000_000_000  # the coarsest clock of a file system in use
 
 
@@ -112,6 +114,10 @@ def hold_lock(path: Path, *, on_wait: Callable[[], None], poll_s: float = 0.1) -
                     on_wait()
                     said = True
                 time.sleep(poll_s)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                break  # the work may be done twice; what it makes appears whole all the same
         yield
     finally:
         os.close(file)

@@ -31,6 +31,14 @@ def rank_log(run: RunFolder, rank: int) -> Path:
     return run.events / f"rank{rank:05d}.jsonl"
 
 
+def log_size(run: RunFolder) -> int:
+    """Bytes of the global log: what is written from now on lies behind them."""
+    try:
+        return global_log(run).stat().st_size
+    except OSError:
+        return 0
+
+
 class EventWriter:
     """Appends one line per event, each with one write, so that a reader sees whole lines or a cut last one.
 

@@ -23,6 +23,7 @@ _NUMBERS = ("step", "total_steps", "loss", "tokens_per_s")
 # How often the leader has written. Progress notes the number it found when it began, so that a reader knows which of
 # the two spoke last about the run's state: clocks of two machines could not tell.
 _VERSION = "version"
+_FOLDER = "folder"
 _OLDEST_DATE = 1e9  # what is larger is no time since a boot: of an older duoka, or another system than Linux
 
 
@@ -42,6 +43,7 @@ class Status:
     updated: float = 0.0  # wall clock
     exit_code: int | None = None
     cause: str = ""
+    is_copy: bool = False  # of a folder that was copied: the process leads the run that it is a copy of
 
 
 def read_status(run: RunFolder) -> Status | None:
@@ -50,7 +52,7 @@ def read_status(run: RunFolder) -> Status | None:
     if leader is None and progress is None:
         return None
     known = {field.name for field in fields(Status)}
-    merged = _merge(leader or {}, progress or {})
+    merged = {**_merge(leader or {}, progress or {}), "is_copy": _is_copy(run, leader or {})}
     try:
         return Status(**{"state": "starting"} | {key: value for key, value in merged.items() if key in known})
     except TypeError:
@@ -74,9 +76,26 @@ def _number(values: Mapping[str, Any], key: str) -> float:
     return value if isinstance(value, (int, float)) else 0
 
 
+def _identity_of(run: RunFolder) -> list[Any]:
+    """What tells a folder from a copy of it."""
+    return [str(run.path.resolve()), run.path.stat().st_ino]
+
+
+def _is_copy(run: RunFolder, leader: Mapping[str, Any]) -> bool:
+    """Not for a new path alone (it was moved, or another machine mounts it elsewhere), nor for a new inode alone (some
+    network file systems give out new ones)."""
+    told = leader.get(_FOLDER)
+    if not isinstance(told, list) or len(told) != 2:
+        return False
+    try:
+        return all(one != there for one, there in zip(_identity_of(run), told, strict=True))
+    except OSError:
+        return False
+
+
 def write_status(run: RunFolder, status: Status) -> None:
     """The leader's file, anew."""
-    _write_leader(run, asdict(status))
+    _write_leader(run, {key: value for key, value in asdict(status).items() if key != "is_copy"})
 
 
 def update_status(run: RunFolder, **changes: Any) -> None:
@@ -89,7 +108,7 @@ def update_status(run: RunFolder, **changes: Any) -> None:
 
 def _write_leader(run: RunFolder, values: Mapping[str, Any]) -> None:
     version = int(_number(read_json(run.status) or {}, _VERSION)) + 1
-    stamp = {"host": values.get("host") or socket.gethostname(), "updated": time.time()}
+    stamp = {"host": values.get("host") or socket.gethostname(), "updated": time.time(), _FOLDER: _identity_of(run)}
     # Beside a checkpoint that is being written: waiting for the disk would hold training up.
     write_json_atomic(run.status, {**values, **stamp, _VERSION: version}, durable=False)
 
@@ -129,7 +148,7 @@ def is_alive(status: Status) -> bool:
     """True when the process that leads the run still lives on this machine."""
     import psutil
 
-    if not status.pid or status.host != socket.gethostname():
+    if not status.pid or status.is_copy or status.host != socket.gethostname():
         return False
     try:
         process = psutil.Process(status.pid)

@@ -6,6 +6,7 @@ copied per batch, as nn.DataParallel would), and writes its own rows into the on
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,20 +74,34 @@ def embed(
     from duoka.config.schema import ParallelConfig
 
     world = start_world(ParallelConfig())
+    draft = target.with_name(f".{target.name}.draft")  # rows that are not there yet would pass for vectors of zeros
     try:
         tokenizer = load_chat_tokenizer(trained)
         lm = load_trained(trained, dtype=choose_dtype(precision), base_only=base_only).to(world.device)
         num_dims = int(lm.config.get_text_config().hidden_size)  # type: ignore[union-attr, operator]
         if world.is_main:
-            np.lib.format.open_memmap(target, mode="w+", dtype=np.float32, shape=(len(texts), num_dims)).flush()
+            np.lib.format.open_memmap(draft, mode="w+", dtype=np.float32, shape=(len(texts), num_dims)).flush()
+            _reserve(draft)
         world.barrier()
-        counts = world.sum(list(_fill(world, lm, tokenizer, texts, _open_shared(target), max_length)))
+        counts = world.sum(list(_fill(world, lm, tokenizer, texts, _open_shared(draft), max_length)))
+        if world.is_main:
+            os.replace(draft, target)
         world.barrier()
     finally:
+        if world.is_main:
+            draft.unlink(missing_ok=True)
         end_world(world)
     if not world.is_main:
         return None
     return Embedded(target, len(texts), num_dims, int(counts[0]), int(counts[1]), world.size)
+
+
+def _reserve(path: Path) -> None:
+    """Give every byte of a file its place on the disk: a mapped page that finds none there would be a SIGBUS."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    with path.open("rb+") as file:
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
 def _open_shared(target: Path) -> np.ndarray:

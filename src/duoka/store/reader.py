@@ -22,7 +22,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from duoka.errors import StorageError
 from duoka.optim.disk_file import find_on_disk
+from duoka.runs.manifest import read_manifest
 
 _BOUNCE_BYTES = 8 * 2**20  # through which goes what is filled on a disk
 PIECE = "#"  # in a file, before the number of a tensor's further box; no parameter has it in its name
@@ -34,6 +36,7 @@ class CheckpointReader(dcp.HuggingFaceStorageReader):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self._written_as: dict[MetadataIndex, str] = {}  # boxes that have another name in their file
+        self.fs.ls = _written_files  # type: ignore[method-assign]
 
     def read_metadata(self) -> Metadata:
         """Boxes of one tensor in one file are one tensor's."""
@@ -89,6 +92,17 @@ class CheckpointReader(dcp.HuggingFaceStorageReader):
         if values is not target:
             target.copy_(values)
         planner.commit_tensor(item, target)
+
+
+def _written_files(path: str) -> list[str]:
+    """Of a checkpoint's folder what was written into it: a copy may still hold what another checkpoint of that step had
+    there (rsync without --delete), whose tensors would pass for this one's, and file managers leave files of their own.
+    """
+    try:
+        names = read_manifest(Path(path)).files
+    except StorageError as error:  # it was whole when it was chosen
+        raise OSError(error.what) from error
+    return [os.path.join(path, name) for name in sorted(names)]
 
 
 @contextlib.contextmanager

@@ -16,14 +16,16 @@ Parts of one conversation that was split are of one record, whose number is a ha
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import struct
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -100,28 +102,26 @@ def write_part(folder: Path, pieces: Iterable[Arrays], meta: dict[str, Any], num
     if num_tokens is None:
         pieces = list(pieces)
         num_tokens = sum(len(piece.ids) for piece in pieces)
-    ids, targets = (
-        np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=dtype, shape=(num_tokens,))
-        for name, dtype in (("ids", np.int32), ("targets", np.bool_))
-    )
     empty = pack_arrays([])
     sizes: list[np.ndarray] = [np.zeros(0, np.int64)]
     columns: dict[str, list[np.ndarray]] = {name: [getattr(empty, name)] for name in _COLUMNS}
     margins, records, at = [np.zeros(0)], [np.zeros(0, np.uint64)], 0
     is_split = False
-    for piece in pieces:
-        end = at + len(piece.ids)
-        ids[at:end], targets[at:end], at = piece.ids, piece.targets, end
-        sizes.append(np.diff(piece.offsets))
-        for name, parts in columns.items():
-            parts.append(getattr(piece, name))
-        margins.append(np.zeros(len(piece.marks)) if piece.margins is None else piece.margins)
-        records.append(piece.content if piece.records is None else piece.records)
-        is_split = is_split or piece.records is not None
+    with contextlib.ExitStack() as files:
+        ids = files.enter_context(_open_array(folder / "ids.npy", np.int32, num_tokens))
+        targets = files.enter_context(_open_array(folder / "targets.npy", np.bool_, num_tokens))
+        for piece in pieces:
+            ids.write(np.ascontiguousarray(piece.ids, np.int32).data)
+            targets.write(np.ascontiguousarray(piece.targets, np.bool_).data)
+            at += len(piece.ids)
+            sizes.append(np.diff(piece.offsets))
+            for name, parts in columns.items():
+                parts.append(getattr(piece, name))
+            margins.append(np.zeros(len(piece.marks)) if piece.margins is None else piece.margins)
+            records.append(piece.content if piece.records is None else piece.records)
+            is_split = is_split or piece.records is not None
     if at != num_tokens:
         raise ValueError(f"the pieces hold {at} tokens, and {num_tokens} were counted")
-    ids.flush()
-    targets.flush()
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
     np.save(folder / "offsets.npy", offsets, allow_pickle=False)
     for name, parts in columns.items():
@@ -132,6 +132,17 @@ def write_part(folder: Path, pieces: Iterable[Arrays], meta: dict[str, Any], num
         np.save(folder / "records.npy", np.concatenate(records), allow_pickle=False)
     sizes_bytes = {file.stem: file.stat().st_size for file in sorted(folder.glob("*.npy"))}
     write_json_atomic(folder / "meta.json", {**meta, "sizes_bytes": sizes_bytes})
+
+
+@contextlib.contextmanager
+def _open_array(path: Path, dtype: type[np.generic], length: int) -> Iterator[IO[bytes]]:
+    """A .npy file whose values are to follow. Mapped, a full disk would be a SIGBUS: written, it is an error."""
+    head = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": (length,)}
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, head)
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _names_in(sizes_bytes: Mapping[str, int]) -> tuple[str, ...]:

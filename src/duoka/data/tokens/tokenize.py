@@ -8,7 +8,6 @@ caller can break them. Finished pieces are kept on disk until the set is whole: 
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
 import os
@@ -38,7 +37,7 @@ OnLong = Literal["truncate", "split", "drop", "error"]
 SMALL_BYTES = 2 << 20  # below this, starting processes takes longer than the work
 _DONE = None
 _RECORDS_AT_ONCE = 64
-_NO_FILE = 66  # a worker's exit code: the file of its piece is there no more
+_FAULT = "fault "  # before what a worker says of the system's refusal: its number, and the file that it names
 
 
 @dataclass(frozen=True)
@@ -184,6 +183,8 @@ def _write_piece(draft: Path, number: int, result: PieceResult, samples: list[En
     name = draft / f"piece-{number:06d}"
     with open(f"{name}.draft", "wb") as file:
         np.savez(file, allow_pickle=False, **arrays.named())
+        file.flush()
+        os.fsync(file.fileno())  # else, after a power cut, the file below could be there and this one be cut
     os.replace(f"{name}.draft", f"{name}.npz")
     write_json_atomic(Path(f"{name}.json"), result.to_json())  # last: it says that the arrays are whole
 
@@ -284,11 +285,12 @@ def _feed(worker: subprocess.Popen[str], waiting: queue.SimpleQueue[Any], finish
             answer = worker.stdout.readline()
         except OSError:
             answer = ""
+        if answer.startswith(_FAULT):  # a disk that is full, or a file of the data that is there no more
+            code, name = json.loads(answer.removeprefix(_FAULT))
+            finished.put(OSError(code, os.strerror(code), name))
+            return
         if answer.strip() != str(number):
             code = worker.wait()
-            if code == _NO_FILE:
-                finished.put(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), piece.path))
-                return
             where = f"{piece.path}, from line {piece.line}"
             finished.put(WorkerFailed(f"a tokenizing process died (exit code {code})", where=where))
             return
@@ -305,9 +307,13 @@ def main(draft: Path) -> None:
         number, piece, limit = json.loads(line)
         try:
             result, samples = tokenize_piece(FilePiece(**piece), limit, job, tokenizer)
-        except FileNotFoundError:
-            sys.exit(_NO_FILE)
-        _write_piece(draft, number, result, samples)
+            _write_piece(draft, number, result, samples)
+        except OSError as error:
+            if error.errno is None:
+                raise
+            name = None if error.filename is None else str(error.filename)
+            print(f"{_FAULT}{json.dumps([error.errno, name])}", flush=True)
+            return
         print(number, flush=True)
 
 
