@@ -14,11 +14,17 @@ import numpy as np
 import pytest
 from data_kit import config_for, simple_records, write_jsonl
 
+from duoka.cluster.blame import judge_world
+from duoka.cluster.launch import WorldSpec
 from duoka.data import prepare
 from duoka.data.prepare import prepare_data
 from duoka.data.tokens import tokenize
 from duoka.data.tokens.token_store import TokenPart, write_part
 from duoka.errors import StorageError
+from duoka.process.exits import RankExit
+from duoka.runs.failure import clear_failures, drop_reserved, read_failures, reserve_account, write_failure
+from duoka.runs.folder import RunFolder
+from duoka.runs.heart import Heart
 
 
 @pytest.fixture
@@ -92,3 +98,28 @@ def test_a_full_cache_is_said_to_be_and_what_was_made_is_kept(
     assert kept, "finished pieces"
     filler.unlink()
     assert len(run().train) == 3000
+
+
+def test_a_rank_that_a_full_disk_ends_can_still_say_so(disk: Path) -> None:
+    """The message was made of a traceback that the log had half of: "rank 0 of 2 raised stopped_by = after step 6"."""
+    run = RunFolder(disk / "run")
+    run.make()
+    heart = Heart(run, 0)
+    reserve_account(run, 0)
+    fill(disk, 0)
+    (run.logs / "rank00000.log").write_bytes(b"")
+    heart.tell("save", 96)  # the event log ends at step 6
+    what = "the checkpoint of step 96 could not be written"
+    write_failure(run, 0, StorageError(what, where="No space left", fix="free some space"), 6)
+    assert [one.lines[0] for one in read_failures(run)] == [f"storage error: {what}"]
+    exits = [RankExit(0, os.getpid(), 6, 1.0), RankExit(1, 1, -15, 2.0, by_us=True)]
+    verdict = judge_world(WorldSpec(("x",), 2, run), exits, stopped_by="", left_at_once=False)
+    assert verdict.exit_code == 6 and verdict.lines[0] == f"storage error: {what}"
+    assert "  (seen by rank 0 of 2 after step 96)" in verdict.lines and not verdict.details[0].startswith("  Trace")
+    write_failure(run, 0, ValueError("a long story " * 999), 6)
+    (told,) = read_failures(run)
+    assert told.kind == "ValueError" and told.lines[0].startswith("a long story")
+    drop_reserved(run)
+    clear_failures(run)
+    assert not read_failures(run) and not list(run.logs.glob(".failure*"))
+    heart.close()

@@ -92,10 +92,12 @@ def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: b
     from duoka.errors import WorkerFailed
     from duoka.process.lifeline import die_with_parent, parent_pid
     from duoka.runs.events import log_size
-    from duoka.runs.failure import write_failure
+    from duoka.runs.failure import reserve_account, write_failure
     from duoka.runs.heart import stacks_path
 
     log_from, parent = log_size(run), parent_pid()
+    if supervised or quiet:  # elsewhere nobody reads it
+        reserve_account(run, rank)
     if supervised and parent is not None and sys.platform != "linux":
         die_with_parent(parent)  # on Linux this came with the process
     # Libraries warn their own developers; a user can do nothing about it, N times.

@@ -24,7 +24,7 @@ from duoka.process.rank import START_MARK, log_name
 from duoka.runs.events import global_log
 from duoka.runs.failure import Failure, read_failures
 from duoka.runs.folder import RunFolder
-from duoka.runs.heart import describe_place, read_beats
+from duoka.runs.heart import Beat, describe_place, read_beats
 from duoka.runs.manifest import list_checkpoints
 
 # Codes that duoka's commands document: a rank that ends with one has said what a user needs to know.
@@ -112,7 +112,8 @@ def _judge_failure(spec: WorldSpec, exits: Sequence[RankExit], failures: dict[in
     if is_second_hand and (left := _left_before(exits, cause, failure)):
         return _judge_left_early(spec, left, bad)
     who = f"rank {cause.rank} of {spec.num_processes}"
-    step = max(last_step(spec.run, spec.log_from), failure.step if failure else 0)
+    beat = _beat_of(spec.run, cause)  # it counts on where the event log finds no room
+    step = max(last_step(spec.run, spec.log_from), failure.step if failure else 0, beat.step if beat else 0)
     after = f" after step {step}" if step else ""
     traceback: list[str] = []
     if failure is not None and not failure.traceback and failure.exit_code != 1:
@@ -181,8 +182,13 @@ def _lost_mapping() -> StorageError:
 
 def _last_seen(run: RunFolder, cause: RankExit) -> list[str]:
     """Where a rank was that ended without a word."""
+    beat = _beat_of(run, cause)
+    return [] if beat is None else [f"  it was {describe_place(beat)}"]
+
+
+def _beat_of(run: RunFolder, cause: RankExit) -> Beat | None:
     beat = read_beats(run).get(cause.rank)
-    return [] if beat is None or beat.pid != cause.pid else [f"  it was {describe_place(beat)}"]
+    return None if beat is None or beat.pid != cause.pid else beat
 
 
 def _others(bad: list[RankExit], rank: int) -> list[str]:
@@ -298,5 +304,5 @@ def read_last_traceback(log: Path) -> list[str]:
     for line in lines[starts[-1] + 1 :]:
         found.append(line)
         if line and not line.startswith(" "):
-            break
-    return found
+            return found
+    return []  # cut: its last line, the error itself, is not there

@@ -26,7 +26,7 @@ from duoka.cluster.verdict import INTERRUPTED, Kind, Verdict, failed, stopped
 from duoka.errors import StoppedEarly, StorageError
 from duoka.process.exits import ENDED_BY_STOP, RankExit
 from duoka.runs.events import log_size
-from duoka.runs.failure import clear_failures
+from duoka.runs.failure import clear_failures, drop_reserved
 from duoka.runs.folder import RunFolder, read_json
 from duoka.runs.heart import clear_beats
 from duoka.runs.stop_request import clear_stop_request, write_stop_request
@@ -221,6 +221,7 @@ class Meeting(threading.Thread):
         exits = sorted((one for member in world.members for one in member.exits or ()), key=lambda one: one.time)
         by = self._stop_by or ("SIGTERM" if world.asked else "")
         verdict = judge_world(world.spec, exits, stopped_by=by, left_at_once=False)
+        drop_reserved(self.run_folder)
         if any(one.rank == 0 and one.code == 0 for one in exits) and (verdict.kind is Kind.DONE or self._is_complete()):
             return self._finish(Verdict(Kind.DONE))  # the result is complete; a failure after that changes nothing
         if self._stop_by and verdict.stopped:

@@ -31,7 +31,7 @@ from duoka.process.exits import STOP_SIGNALS
 from duoka.process.no_room import disk_error, more_room
 from duoka.process.rank import log_name, start_mark
 from duoka.runs.events import log_size
-from duoka.runs.failure import clear_failures
+from duoka.runs.failure import clear_failures, drop_reserved
 from duoka.runs.folder import RunFolder
 from duoka.runs.heart import clear_beats
 from duoka.runs.status import State, leader_identity, update_status
@@ -71,6 +71,7 @@ def run_once(spec: WorldSpec, request: Request) -> Verdict:
         killed_late_s=world.killed_late_s, hang=world.hang,
     )  # fmt: skip
     clear_beats(spec.run)
+    drop_reserved(spec.run)
     write_end(spec.run, verdict)
     return verdict
 

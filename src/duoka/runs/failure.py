@@ -6,13 +6,19 @@ none; its exit status is all there is. Nothing here decides who is to blame.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import time
 import traceback
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 from duoka.errors import DuokaError
 from duoka.runs.folder import RunFolder, read_json, write_json_atomic
+
+_SPARE = ".failure-rank"  # how the names of reserved files begin
+_SPARE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,33 @@ class Failure:
     kind: str  # the exception's type
     lines: tuple[str, ...]  # the message
     traceback: str = ""
+
+
+def reserve_account(run: RunFolder, rank: int) -> None:
+    """Take the room of one account on the disk: when a full disk is what a rank dies of, it can say so there."""
+    with contextlib.suppress(OSError):
+        _spare(run, rank).write_bytes(b" " * _SPARE_BYTES)
+
+
+def drop_reserved(run: RunFolder) -> None:
+    for path in run.logs.glob(f"{_SPARE}*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _spare(run: RunFolder, rank: int) -> Path:
+    return run.logs / f"{_SPARE}{rank:05d}"
+
+
+def _write_reserved(path: Path, failure: Failure) -> None:
+    """Over what is there already, so that no new block is needed; what an account may do without is left out."""
+    facts = {**asdict(failure), "traceback": failure.traceback[-_SPARE_BYTES // 4 :]}
+    line = json.dumps(facts).encode()
+    if len(line) > _SPARE_BYTES:
+        facts |= {"traceback": "", "lines": [text[:300] for text in failure.lines[:3]]}
+        line = json.dumps(facts).encode()
+    with path.open("r+b") as file:
+        file.write(line.ljust(_SPARE_BYTES))
 
 
 def write_failure(run: RunFolder, rank: int, error: BaseException, step: int) -> Failure:
@@ -46,7 +79,10 @@ def write_failure(run: RunFolder, rank: int, error: BaseException, step: int) ->
         run.logs.mkdir(parents=True, exist_ok=True)
         write_json_atomic(run.logs / f"failure-rank{rank:05d}.json", asdict(failure))
     except OSError:
-        traceback.print_exception(type(error), error, error.__traceback__)
+        try:
+            _write_reserved(_spare(run, rank), failure)
+        except OSError:
+            traceback.print_exception(type(error), error, error.__traceback__)
     return failure
 
 
@@ -54,7 +90,7 @@ def read_failures(run: RunFolder) -> list[Failure]:
     """All accounts that are there, the earliest first."""
     known = {field.name for field in fields(Failure)}
     found = []
-    for path in sorted(run.logs.glob("failure-rank*.json")):
+    for path in [*sorted(run.logs.glob("failure-rank*.json")), *sorted(run.logs.glob(f"{_SPARE}*"))]:
         raw = read_json(path)
         if raw is None:
             continue
@@ -68,5 +104,6 @@ def read_failures(run: RunFolder) -> list[Failure]:
 
 def clear_failures(run: RunFolder) -> None:
     """Accounts of an earlier start would be taken for the cause of this one's end."""
+    drop_reserved(run)
     for path in run.logs.glob("failure-rank*.json"):
         path.unlink(missing_ok=True)
