@@ -360,6 +360,21 @@ def test_who_was_killed_by_its_own_launcher_is_not_told_that_nothing_in_duoka_ki
     assert "killed by signal 40" in judge_node(spec.run, place, RankExit(1, 1, -40, 1.0), "").lines[0]
 
 
+def test_a_node_that_lost_another_says_so_and_ends_as_a_failed_worker(spec: WorldSpec) -> None:
+    """It ended with exit code 1, a bug's, and a traceback of gloo's."""
+    place, end = RankPlace(0, 2, 2, "node0", 1), RankExit(1, 1, 1, 1.0)
+    fail(spec, 1, RuntimeError("gloo: Read error: Connection reset by peer"))
+    verdict = judge_node(spec.run, place, end, "")
+    assert (verdict.kind, verdict.exit_code) == (Kind.LOST_RANK, 5), verdict
+    assert "rank 1 of 4 lost its connection to a rank of another machine" in verdict.lines[0]
+    assert "the other machines say more" in verdict.lines[1] and "the same command on every node" in verdict.lines[-1]
+    fail(spec, 2, ValueError("one record is odd"))
+    assert judge_node(spec.run, place, end, "").lines[1] == "  rank 2 raised ValueError: one record is odd"
+    fail(spec, 1, KeyError("mine"))
+    assert "an error of its own, shown above" in judge_node(spec.run, place, end, "").lines[0]
+    assert judge_node(spec.run, place, RankExit(1, 1, 7, 1.0), "", resumes=False).exit_code == 7, "a script's own"
+
+
 def test_a_verdict_is_the_same_on_another_machine() -> None:
     verdict = failed(Kind.HUNG, "the run hangs", "  more", details=("  logs: x",), rank=2, cause="", step=9)
     assert Verdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict

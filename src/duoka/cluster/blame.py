@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from duoka.cluster.hang import LEFT_EARLY, Hang
@@ -212,6 +212,23 @@ def find_cause(run: RunFolder, bad: list[RankExit], failures: dict[int, Failure]
     return min(bad, key=order)
 
 
+def has_lost_peer(run: RunFolder, end: RankExit) -> bool:
+    """Whether all that a rank has to say of its end is that another one was gone."""
+    failures = {one.rank: one for one in read_failures(run)}
+    return _distance(run, end, failures.get(end.rank)) == 1
+
+
+def own_reasons(run: RunFolder, but: Container[int]) -> list[str]:
+    """What other ranks than `but` left in the run folder of an end that was no consequence: a line each."""
+    own = [one for one in read_failures(run) if one.rank not in but and not _is_second_hand(one)]
+    return [f"  rank {one.rank} raised {one.kind}: {one.lines[0] if one.lines else ''}" for one in own]
+
+
+def _is_second_hand(failure: Failure) -> bool:
+    text = "\n".join((*failure.lines, failure.traceback[-4000:])).lower()
+    return any(words in text for words in SECOND_HAND)
+
+
 def _distance(run: RunFolder, one: RankExit, failure: Failure | None) -> int:
     """0: a reason of its own; 1: it lost another rank; 2: it left in good order, or we ended it."""
     ended_by_us = one.by_us and failure is None and one.code in (-signal.SIGTERM, -signal.SIGKILL)
@@ -220,11 +237,10 @@ def _distance(run: RunFolder, one: RankExit, failure: Failure | None) -> int:
     if failure is None and one.code < 0 and one.code != -signal.SIGABRT:
         return 0
     if failure is not None:
-        text = "\n".join((*failure.lines, failure.traceback[-4000:]))
-    else:
-        log = run.logs / log_name(one.rank)
-        # NCCL's watchdog ends a rank that waited for another one: without a traceback, and by SIGABRT.
-        text = _last_words(log) if one.code == -signal.SIGABRT else "\n".join(read_last_traceback(log))
+        return int(_is_second_hand(failure))
+    log = run.logs / log_name(one.rank)
+    # NCCL's watchdog ends a rank that waited for another one: without a traceback, and by SIGABRT.
+    text = _last_words(log) if one.code == -signal.SIGABRT else "\n".join(read_last_traceback(log))
     return 1 if any(words in text.lower() for words in SECOND_HAND) else 0
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from duoka.cluster.blame import signal_name, stopped_unsaved
+from duoka.cluster.blame import DOCUMENTED, has_lost_peer, own_reasons, signal_name, stopped_unsaved
 from duoka.cluster.launch import ALLOW_LOOPBACK, check_port, wait_for_name
 from duoka.cluster.launcher import Say, Spec
 from duoka.cluster.meeting import Rules
@@ -264,5 +264,14 @@ def judge_node(
             text = f"{who} did not stop within {limit} after {stopped_by}, and was killed"
             return failed(Kind.NOT_STOPPING, text, *fixes, rank=end.rank, cause=name)
         return failed(Kind.WORKER_DIED, f"{who} was killed by {name}", *fixes, rank=end.rank, cause=name)
-    kind = KIND_OF_CODE.get(end.code, Kind.WORKER_DIED)
-    return Verdict(kind, end.code, rank=end.rank, cause=f"exit code {end.code}")
+    kind, cause = KIND_OF_CODE.get(end.code, Kind.WORKER_DIED), f"exit code {end.code}"
+    if not resumes or end.code in DOCUMENTED:
+        return Verdict(kind, end.code, rank=end.rank, cause=cause)
+    who, fix = f"rank {end.rank} of {place.size}", "  the same command on every node goes on from the newest checkpoint"
+    if not has_lost_peer(run, end):
+        return failed(kind, f"{who} ended with an error of its own, shown above", fix, rank=end.rank, cause=cause)
+    local = range(place.first, place.first + place.num_processes)
+    unknown = "  the other machines say more: one was ended, or the network between them is cut"
+    told = own_reasons(run, but=local) or [unknown]
+    text = f"{who} lost its connection to a rank of another machine"
+    return failed(Kind.LOST_RANK, text, *told, fix, rank=end.rank, cause=cause)
