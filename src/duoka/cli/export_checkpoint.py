@@ -20,7 +20,8 @@ def command(run: str, output: Path, checkpoint: int | None) -> None:
     from duoka.cli.chat import say
     from duoka.errors import ConfigError
     from duoka.model.export import check_target
-    from duoka.serve.load_run import find_checkpoint, find_run
+    from duoka.serve.load_run import find_run
+    from duoka.serve.run_checkpoint import find_checkpoint
     from duoka.store.deepspeed_export import export_universal
 
     check_target(output)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from duoka.errors import ConfigError, DataError
-from duoka.serve.load_run import Trained, choose_dtype, load_chat_tokenizer, load_trained
+from duoka.serve.load_run import Trained, agree_on_checkpoint, choose_dtype, load_chat_tokenizer, load_trained
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,6 +76,7 @@ def embed(
     world = start_world(ParallelConfig())
     draft = target.with_name(f".{target.name}.draft")  # rows that are not there yet would pass for vectors of zeros
     try:
+        trained = agree_on_checkpoint(world, trained)
         tokenizer = load_chat_tokenizer(trained)
         lm = load_trained(trained, dtype=choose_dtype(precision), base_only=base_only).to(world.device)
         num_dims = int(lm.config.get_text_config().hidden_size)  # type: ignore[union-attr, operator]

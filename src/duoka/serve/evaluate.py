@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig, StageConfig
 from duoka.errors import ConfigError
-from duoka.serve.load_run import Say, Trained, load_trained
+from duoka.serve.load_run import Say, Trained, agree_on_checkpoint, load_trained
 
 if TYPE_CHECKING:
     import numpy as np
@@ -155,6 +155,7 @@ def evaluate(trained: Trained, data: EvalData, *, base_only: bool = False) -> Ev
 
 def evaluate_in(world: World, trained: Trained, data: EvalData, *, base_only: bool = False) -> Evaluation:
     """The same in an existing world; the answer on every rank."""
+    trained = agree_on_checkpoint(world, trained)
     layout = world.agree(choose_layout(data, trained.base, world.size))
     measured = measure(trained, data, layout, world, base_only=base_only)
     label = f"{trained.name} before training" if base_only else trained.name

@@ -16,17 +16,20 @@ from typing import TYPE_CHECKING, Any
 from duoka.config.adapters import check_counted_once, read_adapter
 from duoka.config.load import load_config
 from duoka.config.schema import LoraConfig, ModelConfig, RunConfig
-from duoka.errors import ConfigError, Faults, typed
+from duoka.errors import ConfigError, Faults, StorageError, typed
 from duoka.hub.base import other_base, read_base, read_identity, refuse_other_base
 from duoka.hub.models import find_model, has_tokenizer, model_folder, resolve_tokenizer
 from duoka.hub.models import gives_scores as folder_gives_scores
 from duoka.hub.other_folders import refuse_no_model
 from duoka.runs.find import last_of_stages
 from duoka.runs.folder import RunFolder, read_json
+from duoka.runs.manifest import step_of
+from duoka.serve.run_checkpoint import find_checkpoint, still_there
 
 if TYPE_CHECKING:
     import torch
 
+    from duoka.comm.world import World
     from duoka.data.tokens.tokenizer import ChatTokenizer
 
 Say = Callable[[str], None]
@@ -118,6 +121,16 @@ def _base_of_adapter(name: str, folder: Path, base_name: str, say: Say) -> Path:
     return base
 
 
+def agree_on_checkpoint(world: World, trained: Trained) -> Trained:
+    """Rank 0's on every rank: a run that goes on may have saved another one between two ranks' looks."""
+    own = None if trained.checkpoint is None else trained.checkpoint.name
+    name = world.agree(own)
+    if name == own or trained.run is None:
+        return trained
+    step = None if name is None else step_of(trained.run.checkpoints / name)
+    return _find_in_run(trained.name, trained.run, step, lambda text: None)
+
+
 def find_trained_on(model: str, adapters: Sequence[str], *, say: Say) -> Trained:
     """A model, or adapters on it, named apart as files of LLaMA-Factory do; all may be runs of duoka."""
     if not adapters:
@@ -185,41 +198,10 @@ def _on_its_base(trained: Trained) -> Trained:
     elif trained.checkpoint is not None and config is not None and (config.lora or config.train_only):
         from duoka.runs.manifest import read_manifest
 
-        refuse_other_base(trained.name, read_identity(read_manifest(trained.checkpoint).base), trained.base)
+        with still_there(trained.checkpoint):
+            manifest = read_manifest(trained.checkpoint)
+        refuse_other_base(trained.name, read_identity(manifest.base), trained.base)
     return trained
-
-
-def find_checkpoint(run: RunFolder, step: int | None, say: Say) -> Path:
-    """That of a step, or the newest that is whole."""
-    if step is None:
-        return _newest_checkpoint(run, say)
-    from duoka.comm.world import World
-    from duoka.runs.manifest import folder_name, list_checkpoints
-    from duoka.store.resume import find_damage
-
-    folder = run.checkpoints / folder_name(step)
-    if not folder.is_dir():
-        steps = ", ".join(str(int(path.name.split("-")[1])) for path in reversed(list_checkpoints(run.checkpoints)))
-        raise ConfigError(f"{run.path} has no checkpoint of step {step}", fix=f"it has: {steps or 'none'}")
-    damage = find_damage(folder, World())
-    if damage:
-        raise ConfigError(f"the checkpoint {folder} is damaged: {damage}", fix="choose another step")
-    return folder
-
-
-def _newest_checkpoint(run: RunFolder, say: Say) -> Path:
-    from duoka.comm.world import World
-    from duoka.runs.manifest import list_checkpoints
-    from duoka.store.resume import find_damage
-
-    for folder in list_checkpoints(run.checkpoints):
-        damage = find_damage(folder, World())
-        if not damage:
-            return folder
-        say(f"passing over the damaged checkpoint {folder.name}: {damage}")
-    raise ConfigError(
-        f"{run.path} has neither a result nor a checkpoint yet", fix=f"go on with it: duoka train {typed(run.config)}"
-    )
 
 
 def _list_runs() -> str:
@@ -295,20 +277,24 @@ def _load_checkpoint(
 ) -> torch.nn.Module:
     """The base model with the trained tensors of a checkpoint over it; adapters in fp32, as in training."""
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     from duoka.model.build import load_model
     from duoka.model.dtypes import BY_PRECISION, narrow
     from duoka.model.request import ModelRequest
-    from duoka.store.reader import CheckpointReader
+    from duoka.store.reader import opened
 
     what: dict[str, Any] = {"lora": config.lora, "train_only": config.train_only, "seed": config.train.seed}
     lm = load_model(
         ModelRequest(base, dtype=dtype if config.lora else BY_PRECISION[config.train.weights], **what, **options)
     )
     tensors = {f"model.{name}": p.detach() for name, p in lm.named_parameters() if p.requires_grad}
-    dcp.load(  # type: ignore[attr-defined]
-        tensors, storage_reader=CheckpointReader(os.fspath(checkpoint)), no_dist=True
-    )
+    with still_there(checkpoint), opened(checkpoint) as (reader, _):
+        try:
+            dcp.load(tensors, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]
+        except CheckpointException as error:  # no Exception of Python's
+            why = (str(error).strip().splitlines() or [""])[-1]
+            raise StorageError(f"{checkpoint} cannot be read", where=why, fix="choose another step") from error
     if not config.lora:
         narrow(lm, dtype)
     return lm

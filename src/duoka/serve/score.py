@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from duoka.config.schema import DataConfig, DataSource, ModelConfig, RunConfig, StageConfig
 from duoka.errors import ConfigError, DataError
 from duoka.runs.folder import write_text_atomic
-from duoka.serve.load_run import Say, Trained, choose_dtype, load_trained
+from duoka.serve.load_run import Say, Trained, agree_on_checkpoint, choose_dtype, load_trained
 
 if TYPE_CHECKING:
     from duoka.comm.world import World
@@ -78,6 +78,7 @@ def score(trained: Trained, prepared: PreparedData, target: Path, *, precision: 
 
     world = start_world(ParallelConfig())
     try:
+        trained = agree_on_checkpoint(world, trained)
         own = list(_score_own(world, trained, prepared, precision))
         found = sorted((row for rows in world.gather(own) for row in rows), key=lambda row: (row[0], row[1]))
     finally:

@@ -24,7 +24,7 @@ from duoka.errors import ConfigError
 from duoka.hub.base import model_fingerprint
 from duoka.runs.folder import read_json, write_json_atomic, write_text_atomic
 from duoka.runs.manifest import MANIFEST
-from duoka.serve.load_run import Trained, choose_dtype, load_chat_tokenizer, load_trained
+from duoka.serve.load_run import Trained, agree_on_checkpoint, choose_dtype, load_chat_tokenizer, load_trained
 from duoka.tasks.find import find_scored, in_order
 from duoka.tasks.task import Task
 
@@ -76,6 +76,7 @@ def score_tasks(
     tasks = find_asked(asked)
     world = start_world(ParallelConfig())
     try:
+        trained = agree_on_checkpoint(world, trained)
         return _score_all(world, trained, asked, tasks, out, base_only, say)
     finally:
         end_world(world)

@@ -1,0 +1,66 @@
+"""A run's checkpoint is read while the run goes on, which saves newer ones and removes the one that was chosen."""
+
+import shutil
+
+import pytest
+from test_checkpoint import make_contents, save_at, store  # noqa: F401
+
+import duoka.store.resume
+from duoka.errors import ConfigError
+from duoka.runs.folder import RunFolder
+from duoka.serve.load_run import agree_on_checkpoint, find_trained, load_trained
+from duoka.serve.run_checkpoint import find_checkpoint
+
+YAML = "model: {model}\ndata: {{train: [identity]}}\noutput: {output}\n"
+
+
+@pytest.fixture
+def run(store, tiny_model):  # noqa: F811
+    folder = RunFolder(store.folder.parent)
+    folder.config.write_text(YAML.format(model=tiny_model, output=folder.path), encoding="utf-8")
+    for step in (5, 10):
+        save_at(store, make_contents(step), step)
+    return folder
+
+
+def quiet(text):
+    pass
+
+
+def test_the_newest_is_looked_for_again_when_it_is_removed_meanwhile(run, store, monkeypatch):  # noqa: F811
+    """It was called damaged, and of a run that keeps one: "has neither a result nor a checkpoint yet"."""
+    look, said = duoka.store.resume.find_damage, []
+
+    def look_late(folder, world):
+        if folder.name == "step-00000010":
+            save_at(store, make_contents(15), 15, keep=1)
+        return look(folder, world)
+
+    monkeypatch.setattr(duoka.store.resume, "find_damage", look_late)
+    assert find_checkpoint(run, None, said.append).name == "step-00000015" and not said
+    shutil.rmtree(run.checkpoints / "step-00000015")
+    with pytest.raises(ConfigError, match="neither a result nor a checkpoint yet"):
+        find_checkpoint(run, None, said.append)
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_loaded_is_no_bug(run):
+    import torch
+
+    trained = find_trained(str(run.path), say=quiet)
+    assert trained.checkpoint.name == "step-00000010"
+    shutil.rmtree(trained.checkpoint)
+    with pytest.raises(ConfigError, match="step-00000010 was removed while it was read") as caught:
+        load_trained(trained, dtype=torch.float32)
+    assert "checkpoint.keep" in str(caught.value)
+
+
+def test_all_ranks_read_the_checkpoint_of_rank_0(run):
+    """Two ranks that looked a moment apart measured parts of two models, and added them up."""
+
+    class Second:
+        def agree(self, value):
+            assert value == "step-00000010"
+            return "step-00000005"
+
+    trained = find_trained(str(run.path), say=quiet)
+    assert agree_on_checkpoint(Second(), trained).checkpoint == run.checkpoints / "step-00000005"
