@@ -1,12 +1,17 @@
 """A run's checkpoint is read while the run goes on, which saves newer ones and removes the one that was chosen."""
 
+import os
 import shutil
 
 import pytest
 from test_checkpoint import make_contents, save_at, store  # noqa: F401
 
 import duoka.store.resume
+from duoka import cli
 from duoka.errors import ConfigError
+from duoka.process.lifeline import PARENT_PID
+from duoka.process.rank import LOGS_FOLDER
+from duoka.runs.failure import read_failures
 from duoka.runs.folder import RunFolder
 from duoka.serve.load_run import agree_on_checkpoint, find_trained, load_trained
 from duoka.serve.run_checkpoint import find_checkpoint
@@ -52,6 +57,20 @@ def test_a_checkpoint_that_is_removed_while_it_is_loaded_is_no_bug(run):
     with pytest.raises(ConfigError, match="step-00000010 was removed while it was read") as caught:
         load_trained(trained, dtype=torch.float32)
     assert "checkpoint.keep" in str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_s_fault_is_left_for_its_launcher_to_say(rank, tmp_path, monkeypatch, capsys):
+    """`worker failed: rank 1 of 2 ended with exit code 2` was all that the terminal had of it."""
+    told = RunFolder(tmp_path)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": 29500, LOGS_FOLDER: told.logs, PARENT_PID: os.getppid()}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    assert cli.run(["embed", "nowhere", str(tmp_path / "none.txt")]) == 2
+    (failure,) = read_failures(told)
+    assert (failure.rank, failure.exit_code) == (rank, 2) and "there is no file" in failure.lines[0]
+    assert ("there is no file" in capsys.readouterr().err) == (rank == 1), "of rank 0 the launcher says it"
 
 
 def test_all_ranks_read_the_checkpoint_of_rank_0(run):

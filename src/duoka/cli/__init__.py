@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -241,7 +242,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
             print_error(BUG_LINES)
             return 1
-        print_error(framed(known.lines(), known.exit_code))
+        if not _launcher_says(known):
+            print_error(framed(known.lines(), known.exit_code))
         return known.exit_code
     except AskedToLeave as asked:  # drafts and the like are gone by now
         print_error(framed([f"stopped by {asked.signal_name}"]))
@@ -251,6 +253,23 @@ def run(arguments: Sequence[str] | None = None) -> int:
             raise
         print_error(framed(no_process().lines(), DoctorError.exit_code))
         return DoctorError.exit_code
+
+
+def _launcher_says(known: DuokaError) -> bool:
+    """In a rank: leave its fault where its launcher looks for the cause, or it would stand in that rank's log alone.
+    True on rank 0, whose words are on the launcher's terminal."""
+    from duoka.process.environ import read_rank_environment
+    from duoka.process.lifeline import is_supervised
+    from duoka.process.rank import LOGS_FOLDER
+
+    place, logs = read_rank_environment(), os.environ.get(LOGS_FOLDER)
+    if place is None or not logs or not is_supervised():
+        return False
+    from duoka.runs.failure import write_failure
+    from duoka.runs.folder import RunFolder
+
+    write_failure(RunFolder(Path(logs).parent), place.rank, known, 0)
+    return place.rank == 0
 
 
 BUG_LINES = (
