@@ -81,5 +81,11 @@ def test_all_ranks_read_the_checkpoint_of_rank_0(run):
             assert value == "step-00000010"
             return "step-00000005"
 
+        def gather(self, value):
+            return [None, value]
+
     trained = find_trained(str(run.path), say=quiet)
     assert agree_on_checkpoint(Second(), trained).checkpoint == run.checkpoints / "step-00000005"
+    shutil.rmtree(run.checkpoints / "step-00000005")
+    with pytest.raises(ConfigError, match="step-00000005 was removed while it was read"):
+        agree_on_checkpoint(Second(), trained)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from duoka.config.adapters import check_counted_once, read_adapter
 from duoka.config.load import load_config
 from duoka.config.schema import LoraConfig, ModelConfig, RunConfig
-from duoka.errors import ConfigError, Faults, StorageError, typed
+from duoka.errors import ConfigError, DuokaError, Faults, StorageError, typed
 from duoka.hub.base import other_base, read_base, read_identity, refuse_other_base
 from duoka.hub.models import find_model, has_tokenizer, model_folder, resolve_tokenizer
 from duoka.hub.models import gives_scores as folder_gives_scores
@@ -24,7 +24,7 @@ from duoka.hub.other_folders import refuse_no_model
 from duoka.runs.find import last_of_stages
 from duoka.runs.folder import RunFolder, read_json
 from duoka.runs.manifest import step_of
-from duoka.serve.run_checkpoint import find_checkpoint, still_there
+from duoka.serve.run_checkpoint import find_checkpoint, removed, still_there
 
 if TYPE_CHECKING:
     import torch
@@ -125,10 +125,20 @@ def agree_on_checkpoint(world: World, trained: Trained) -> Trained:
     """Rank 0's on every rank: a run that goes on may have saved another one between two ranks' looks."""
     own = None if trained.checkpoint is None else trained.checkpoint.name
     name = world.agree(own)
-    if name == own or trained.run is None:
-        return trained
-    step = None if name is None else step_of(trained.run.checkpoints / name)
-    return _find_in_run(trained.name, trained.run, step, lambda text: None)
+    fault: DuokaError | None = None
+    if name != own and trained.run is not None:
+        folder = None if name is None else trained.run.checkpoints / name
+        try:
+            if folder is not None and not folder.is_dir():
+                raise removed(folder)
+            step = None if folder is None else step_of(folder)
+            trained = _find_in_run(trained.name, trained.run, step, lambda text: None)
+        except DuokaError as error:  # raised on all: the others would wait for this rank
+            fault = error
+    for told in world.gather(fault):
+        if told is not None:
+            raise told
+    return trained
 
 
 def find_trained_on(model: str, adapters: Sequence[str], *, say: Say) -> Trained:

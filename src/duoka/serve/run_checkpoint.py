@@ -29,7 +29,7 @@ def find_checkpoint(run: RunFolder, step: int | None, say: Callable[[str], None]
         raise ConfigError(f"{run.path} has no checkpoint of step {step}", fix=f"it has: {steps or 'none'}")
     damage = find_damage(folder, World())
     if damage and not folder.is_dir():
-        raise _gone(folder)
+        raise removed(folder)
     if damage:
         raise ConfigError(f"the checkpoint {folder} is damaged: {damage}", fix="choose another step")
     return folder
@@ -65,10 +65,11 @@ def still_there(checkpoint: Path) -> Iterator[None]:
     except Exception as error:
         if checkpoint.is_dir():
             raise
-        raise _gone(checkpoint) from error
+        raise removed(checkpoint) from error
 
 
-def _gone(checkpoint: Path) -> ConfigError:
+def removed(checkpoint: Path) -> ConfigError:
+    """What a run that goes on did with the checkpoint that was chosen."""
     return ConfigError(
         f"{checkpoint} was removed while it was read: its run goes on, and keeps the newest ones",
         fix="type the command again, or keep more of them: checkpoint.keep, checkpoint.keep_every",
