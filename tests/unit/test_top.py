@@ -119,6 +119,17 @@ def test_numbers_that_are_none_restarts_and_cut_lines(tmp_path):
     assert standing_of(run)[1].ranks[1].step == 30
 
 
+def test_a_rollback_is_no_restart(tmp_path):
+    run = write_run(tmp_path / "a", 30, total_steps=60, state="running", **leader_identity())
+    with (run.events / "run.jsonl").open("a") as file:
+        why = "step 31: the loss is not finite; back to step-00000020, the batch is tried once more"
+        file.write(event_line("resume", 20, reason=why))
+        file.write(step_line(21))
+    _, now = standing_of(run)
+    assert (now.num_restarts, now.num_rollbacks, now.num_lost) == (0, 1, 10)
+    assert ", 1 rollback" in text_of(run) and "restart" not in text_of(run)
+
+
 def test_a_clock_that_is_ahead_is_said_and_does_not_make_ages(tmp_path):
     run = write_run(tmp_path / "a", 5, total_steps=9, state="running", **leader_identity())
     with (run.events / "run.jsonl").open("a") as file:

@@ -41,7 +41,9 @@ class History:
     warnings: list[str] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)  # what happened, for a time line
     samples: list[dict[str, Any]] = field(default_factory=list)
-    resumes: list[int] = field(default_factory=list)
+    resumes: list[int] = field(default_factory=list)  # where it went on from, at another start or a rollback
+    num_restarts: int = 0
+    num_rollbacks: int = 0  # a start that went back by itself (faults.nonfinite)
     left_out: list[int] = field(default_factory=list)  # steps whose batch was not learned: loss or gradient no number
     num_lost: int = 0  # steps that a crash threw away
     traffic: dict[str, Any] = field(default_factory=dict)  # one step's collectives by kind
@@ -66,6 +68,10 @@ class History:
             self.end_reason = ""
             if kind == "resume" or self.steps:  # also once more from the beginning: nothing had been saved
                 self._drop_after(step or 0)
+                if kind == "resume" and event.get("reason"):  # only a rollback says one
+                    self.num_rollbacks += 1
+                else:
+                    self.num_restarts += 1
         elif kind == "eval":
             self.evals.append(dict(event))
         elif kind == "checkpoint":

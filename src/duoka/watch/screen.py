@@ -142,8 +142,8 @@ def _progress(now: Standing, frame: Frame) -> Line:
         words += f", {format_seconds(now.eta_s)} left"
     elif now.seconds:
         words += f", {format_seconds(now.seconds)} of training"
-    if now.num_restarts:
-        words += f", {now.num_restarts} {'restart' if now.num_restarts == 1 else 'restarts'}"
+    for number, what in ((now.num_restarts, "restart"), (now.num_rollbacks, "rollback")):
+        words += f", {number} {what}{'' if number == 1 else 's'}" if number else ""
     width = max(10, frame.width - cells(words) - 1)
     full = round(width * min(1.0, now.step / now.total_steps)) if now.total_steps else 0
     return [(frame.mark(_BARS) * full, "green"), (frame.mark(_EMPTY) * (width - full), "dim"), (words, "")]

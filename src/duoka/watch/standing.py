@@ -50,6 +50,7 @@ class Standing:
     seconds: float  # of training, in steps that count
     cost: float | None
     num_restarts: int
+    num_rollbacks: int
     num_lost: int
     world_size: int
     times: dict[str, float]  # seconds by part, of the recent steps
@@ -111,7 +112,8 @@ def read_standing(followed: FollowedRun, *, price_per_hour: float | None = None,
         num_tokens=steps.total("num_tokens"),
         seconds=history.total_s(),
         cost=_cost(history, price_per_hour),
-        num_restarts=len(history.resumes),
+        num_restarts=history.num_restarts,
+        num_rollbacks=history.num_rollbacks,
         num_lost=history.num_lost,
         world_size=whole(history.facts.get("world_size")) or (status.world_size if status else 1),
         times=times,

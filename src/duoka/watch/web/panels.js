@@ -44,6 +44,12 @@ export function emptyFolder() {
     el("pre", { text: "duoka init\nduoka train sft.yaml" }));
 }
 
+function wentBack(now) {
+  const { num_restarts: starts, num_rollbacks: backs } = now;
+  const parts = [starts && say("restarts", starts), backs && say("rollbacks", backs)].filter(Boolean);
+  return parts.length ? [...parts, say("lost", count(now.num_lost))].join(", ") : "";
+}
+
 export function overview(now, actions) {
   const isOver = ["done", "failed", "stopped", "dead"].includes(now.state);
   const title = el("div", { class: "title" }, el("h2", { text: now.name }), badge(now.state),
@@ -57,7 +63,7 @@ export function overview(now, actions) {
       now.predicted_tokens_per_s ? say("plan", count(now.predicted_tokens_per_s)) : ""),
     figure(say("grad_norm"), number(now.grad_norm), now.lr == null ? "" : say("lr_is", number(now.lr))),
     figure(say("memory"), bytes(memory.max), memory.peak ? say("plan", bytes(memory.peak)) : ""),
-    figure(say("spent"), seconds(now.seconds), now.num_restarts ? say("restarts", now.num_restarts, count(now.num_lost)) : ""),
+    figure(say("spent"), seconds(now.seconds), wentBack(now)),
     isOver ? null : figure(say("age"), say("ago", seconds(now.age_s)), now.eta_s == null ? "" : say("left", seconds(now.eta_s))),
     now.mfu == null ? null : figure("MFU", `${(now.mfu * 100).toFixed(1)}%`),
     now.cost == null ? null : figure(say("cost"), now.cost.toFixed(2)),
