@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,10 @@ _OF_ENV = ("duoka", "python", "packages", "host", "system", "machine", "git", "e
 _OF_PLAN = ("layout", "batch", "steps")
 _EACH_RUNS_OWN = ("output",)
 _NOT_THERE = None
+# Whoever knows a webhook's address can post there, and a command may hold a password: pages are handed on.
+_PRIVATE = ("command", "webhook")
+_PRIVATE_LINE = re.compile(rf"""^(\s*(?:{"|".join(_PRIVATE)}):[ ])(?!''|"")(?:.*?(  # [^#]*)|.*)$""", re.MULTILINE)
+_MASK = "***"
 
 
 def find_differences(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
@@ -38,6 +43,15 @@ def read_config(run: RunFolder) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def shown_config(run: RunFolder) -> str:
+    """The text of the run's config.yaml as others may see it; empty where it cannot be read."""
+    try:
+        text = run.config.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return hide_secrets(_PRIVATE_LINE.sub(lambda found: f'{found[1]}"{_MASK}"{found[2] or ""}', text))
+
+
 def _environment(run: RunFolder) -> Any:
     found = read_json(run.env) or {}
     return {key: found[key] for key in _OF_ENV if key in found}
@@ -54,4 +68,5 @@ def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
             yield from _flatten(inner, f"{name}.{key}" if name else str(key))
     elif name:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        yield name, hide_secrets(text)
+        is_private = name in [f"log.alert.{key}" for key in _PRIVATE] and text
+        yield name, _MASK if is_private else hide_secrets(text)

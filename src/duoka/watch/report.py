@@ -16,6 +16,7 @@ from duoka.watch.chart import Chart, draw_chart
 from duoka.watch.columns import number, whole
 from duoka.watch.costs import costs_to_json, efficiency_rows, exchange_rows, memory_rows
 from duoka.watch.curve import can_draw, draw_curve
+from duoka.watch.differences import shown_config
 from duoka.watch.facts import run_facts
 from duoka.watch.history import History, read_history
 from duoka.watch.next_steps import next_commands
@@ -222,9 +223,7 @@ def _nonfinite_lines(history: History) -> list[str]:
 
 
 def _config_card(history: History) -> str:
-    try:
-        text = history.run.config.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+    if not (text := shown_config(history.run)):
         return ""
     return (
         '<section class="card wide"><details><summary>Resolved config</summary>'
