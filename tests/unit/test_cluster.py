@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from duoka.cluster.blame import judge_world, last_step, read_last_traceback
-from duoka.cluster.elastic import open_listener
+from duoka.cluster.elastic import open_listeners
 from duoka.cluster.launch import (
     WorldSpec,
     build_environment,
@@ -305,7 +305,7 @@ def test_a_progress_line_that_never_ends_does_not_fill_memory(tmp_path: Path) ->
 def test_a_name_that_means_this_machine_only_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DUOKA_ALLOW_LOOPBACK", raising=False)
     with pytest.raises(ConfigError, match=r"which here is 127\.0\.0\.1: no other machine can connect"):
-        open_listener(Rules(1, 2, "localhost", 29500))
+        open_listeners(Rules(1, 2, "localhost", 29500))
 
 
 def kill(rank: int, number: int, step: int = 7) -> Verdict:

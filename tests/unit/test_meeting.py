@@ -33,7 +33,7 @@ class Table:
         self.run = RunFolder(tmp_path / "run")
         self.run.make()
         self.secret = write_secret(self.run.path)
-        self.meeting = Meeting(listener, Rules(least, most, *self.address, **rules), self.run, 2, SAME, self.secret)
+        self.meeting = Meeting([listener], Rules(least, most, *self.address, **rules), self.run, 2, SAME, self.secret)
         self.members, self.heard = {}, {}
 
     def connect(self):

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from duoka.cluster.elastic import open_listener
+from duoka.cluster.elastic import open_listeners
 from duoka.cluster.meeting import Rules
 from duoka.cluster.nodes import FixedNodes, Flags, read_node_start
 from duoka.errors import ConfigError
@@ -101,12 +101,28 @@ def test_its_own_name_is_its_own_address() -> None:
 @pytest.mark.usefixtures("no_way_out")
 def test_a_rendezvous_listens_where_others_find_it() -> None:
     """/etc/hosts has both lines for it: the first was taken, and refused."""
-    listener = open_listener(Rules(1, 2, "node2", 0))
-    assert listener is not None
+    (listener,) = open_listeners(Rules(1, 2, "node2", 0))
     with listener:
         assert listener.getsockname()[0] == LAN
     with pytest.raises(ConfigError, match=r"which here is 127\.0\.1\.1: no other machine can connect"):
-        open_listener(Rules(1, 2, "node1", 0))
+        open_listeners(Rules(1, 2, "node1", 0))
+
+
+def test_a_rendezvous_listens_at_each_address_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first was taken: machines without IPv6 came to nobody, and nobody held it where the first was no own."""
+    kinds = (socket.AF_INET, ("192.0.2.1", 0)), (socket.AF_INET, ("127.0.0.2", 0)), (socket.AF_INET, ("127.0.0.3", 0))
+    monkeypatch.setattr("duoka.cluster.elastic.find_addresses", lambda host: [*kinds, kinds[1]])
+    monkeypatch.setattr("duoka.cluster.elastic.is_loopback", lambda address: False)
+    listeners = open_listeners(Rules(1, 2, "both", 0))
+    try:
+        assert [one.getsockname()[0] for one in listeners] == ["127.0.0.2", "127.0.0.3"]
+        taken = listeners[1].getsockname()[1]
+        assert open_listeners(Rules(1, 2, "both", taken)) == [], "another launcher here has one of them"
+    finally:
+        for one in listeners:
+            one.close()
+    monkeypatch.setattr("duoka.cluster.elastic.find_addresses", lambda host: kinds[:1])
+    assert open_listeners(Rules(1, 2, "far", 0)) == []
 
 
 def test_brackets_around_an_ipv6_address_are_left_out() -> None:

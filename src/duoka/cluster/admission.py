@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,9 +32,10 @@ class _Peer:
 class Admission:
     """Never blocks. Call `look` often: it also closes the connections of rejected peers."""
 
-    def __init__(self, listener: socket.socket, secret: str) -> None:
-        self._listener, self._secret = listener, secret
-        listener.setblocking(False)
+    def __init__(self, listeners: Sequence[socket.socket], secret: str) -> None:
+        self._listeners, self._secret = listeners, secret
+        for listener in listeners:
+            listener.setblocking(False)
         self._unverified: list[_Peer] = []
         self._parting: list[tuple[Wire, float]] = []
         self._noted: set[str] = set()
@@ -41,7 +43,8 @@ class Admission:
 
     def look(self) -> list[tuple[Wire, dict[str, Any]]]:
         """Peers whose proof was right, each with its hello message."""
-        self._accept()
+        for listener in self._listeners:
+            self._accept(listener)
         now, found = time.monotonic(), []
         for peer in list(self._unverified):
             messages = peer.wire.take()
@@ -54,10 +57,10 @@ class Admission:
         self._parting = [(wire, by) for wire, by in self._parting if not _has_parted(wire, by)]
         return found
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         for _ in range(MOST_UNVERIFIED):
             try:
-                connection, address = self._listener.accept()
+                connection, address = listener.accept()
             except OSError:  # no pending connection, or it closed again; or out of file descriptors until one closes
                 return
             wire = Wire(connection, LOST_S)
@@ -92,7 +95,8 @@ class Admission:
         self._parting.append((wire, time.monotonic() + PARTING_S))
 
     def close(self) -> None:
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         for wire in (*(peer.wire for peer in self._unverified), *(wire for wire, _ in self._parting)):
             wire.close_now()
 

@@ -35,6 +35,7 @@ FOREIGN_S = 90.0  # limit for retrying a peer that is not this run's meeting: a 
 _LOOK_EVERY_S = 0.1
 RETRY_EVERY_S = 0.5  # from one try to connect to the next
 _CONNECT_S = 2.0
+_NO_ADDRESS_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _NOT_OURS = "the peer there is no duoka rendezvous"
 
 
@@ -110,18 +111,19 @@ def _identity(rules: Rules, spec: Spec) -> dict[str, str]:
 def open_meeting(rules: Rules, spec: Spec) -> Iterator[Meeting | None]:
     """The meeting, on the machine that has the address; None on all others."""
     run = spec.run
-    listener = open_listener(rules)
-    if listener is None:
+    listeners = open_listeners(rules)
+    if not listeners:
         yield None
         return
     with contextlib.ExitStack() as cleaning:
-        cleaning.callback(listener.close)
+        for one in listeners:
+            cleaning.callback(one.close)
         cleaning.enter_context(hold_meeting(run))
         try:
             secret = write_secret(run.path)
         except OSError as error:
             raise StorageError(f"cannot write in {run.path}: {error.strerror or error}") from None
-        meeting = Meeting(listener, rules, run, spec.num_processes, _identity(rules, spec), secret)
+        meeting = Meeting(listeners, rules, run, spec.num_processes, _identity(rules, spec), secret)
         meeting.start()
         try:
             yield meeting
@@ -131,31 +133,50 @@ def open_meeting(rules: Rules, spec: Spec) -> Iterator[Meeting | None]:
                 (run.path / SECRET).unlink(missing_ok=True)
 
 
-def open_listener(rules: Rules) -> socket.socket | None:
+def open_listeners(rules: Rules) -> list[socket.socket]:
+    """At each address that the name has here: others may reach one of them alone. Empty on all other machines."""
     try:
-        family, (found, _, *scope) = find_addresses(rules.host)[0]
+        found = list(dict.fromkeys(find_addresses(rules.host)))
     except OSError as error:
         raise ConfigError(
             f"the rendezvous address is {rules.host}, which does not resolve: {error.strerror}",
             fix="write the address of one of them; hostname -I prints a machine's own",
         ) from None
-    if is_loopback(found) and not os.environ.get(ALLOW_LOOPBACK):
+    first = found[0][1][0]
+    if is_loopback(first) and not os.environ.get(ALLOW_LOOPBACK):
         raise ConfigError(
-            f"the rendezvous address is {rules.host}, which here is {found}: no other machine can connect to that",
+            f"the rendezvous address is {rules.host}, which here is {first}: no other machine can connect to that",
             fix="write the machine's address in your network (hostname -I prints it), or mend the name in /etc/hosts",
         )
+    listeners: list[socket.socket] = []
+    for family, address in found:
+        if is_loopback(address[0]) and not is_loopback(first):
+            continue
+        try:
+            listeners.append(_listen(family, address, rules.port))
+        except OSError as error:
+            if error.errno in _NO_ADDRESS_HERE:  # a name may stand for more than this machine has
+                continue
+            for one in listeners:
+                one.close()
+            if error.errno == errno.EADDRINUSE:  # another launcher here owns the rendezvous already
+                return []
+            raise ConfigError(f"cannot listen at {rules.host}:{rules.port}: {error.strerror}") from None
+    return listeners
+
+
+def _listen(family: socket.AddressFamily, address: tuple[Any, ...], port: int) -> socket.socket:
+    """Raises OSError."""
+    host, _, *scope = address
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((found, rules.port, *scope))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port, *scope))
         listener.listen(64)
-        return listener
-    except OSError as error:
+    except OSError:
         listener.close()
-        # Not an address of this machine; or it is, and another launcher here owns the rendezvous already.
-        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
-            return None
-        raise ConfigError(f"cannot listen at {rules.host}:{rules.port}: {error.strerror}") from None
+        raise
+    return listener
 
 
 @dataclass

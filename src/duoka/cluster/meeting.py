@@ -12,7 +12,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,13 +75,13 @@ class _World:
 
 class Meeting(threading.Thread):
     def __init__(
-        self, listener: socket.socket, rules: Rules, run: RunFolder, num_processes: int, identity: Mapping[str, str],
-        secret: str,
+        self, listeners: Sequence[socket.socket], rules: Rules, run: RunFolder, num_processes: int,
+        identity: Mapping[str, str], secret: str,
     ) -> None:  # fmt: skip
         super().__init__(name="duoka-meeting", daemon=True)
         self.rules, self.run_folder, self.num_processes, self.identity = rules, run, num_processes, dict(identity)
         self.verdict: Verdict | None = None
-        self._listener, self._admission = listener, Admission(listener, secret)
+        self._listeners, self._admission = listeners, Admission(listeners, secret)
         self._members: list[Member] = []
         self._world: _World | None = None
         self._number = self._num_arrived = self._num_failures = 0
@@ -94,7 +94,8 @@ class Meeting(threading.Thread):
     def run(self) -> None:
         try:
             with selectors.DefaultSelector() as selector:
-                selector.register(self._listener, selectors.EVENT_READ)
+                for listener in self._listeners:
+                    selector.register(listener, selectors.EVENT_READ)
                 while self.verdict is None:
                     selector.select(_LOOK_EVERY_S)
                     self.tend()
