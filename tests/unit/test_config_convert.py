@@ -56,6 +56,7 @@ def test_it_says_what_became_of_which_line_and_overwrites_nothing() -> None:
     assert "exists" in str(convert("x.yaml", "-o", "ours.yaml").exception)
     printed = convert("x.yaml", "-o", "-")
     assert printed.stdout == text and not Path("-").exists()
+    assert "note: x.yaml is read as LLaMA-Factory" in printed.stderr and "duoka config convert" not in printed.stderr
     Path("elsewhere").mkdir()
     assert convert("x.yaml", "-o", "elsewhere/ours.yaml").exit_code == 0
     assert load_config("elsewhere/ours.yaml").base == Path.cwd()

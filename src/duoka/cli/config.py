@@ -84,7 +84,7 @@ def _start(nproc: int | None) -> Start:
 )
 @click.option("--nproc", type=click.IntRange(min=1), help="Processes that a batch per device is meant for.")
 def convert(file: str, overrides: tuple[str, ...], output: Path, nproc: int | None) -> None:
-    from duoka.config.convert import converted_yaml
+    from duoka.config.convert import READ_AS, converted_yaml
     from duoka.config.load import load_config
     from duoka.errors import typed
 
@@ -99,7 +99,7 @@ def convert(file: str, overrides: tuple[str, ...], output: Path, nproc: int | No
     if str(output) != "-":
         _write_new(output, text)
     for note in notes:
-        click.echo(f"note: {note}", err=True)
+        click.echo(f"note: {note.partition(READ_AS)[0]}", err=True)
     if str(output) == "-":
         click.echo(text, nl=False)
     elif output.suffix == ".json":

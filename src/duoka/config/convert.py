@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from duoka.config.loaded import Loaded
 
 _WIDTH, _COMMENT_COLUMN = 116, 40
-_READ_AS = "; in duoka's own words:"
+READ_AS = "; in duoka's own words:"  # what follows in a note is advice to do what is done here
 
 
 def converted_yaml(loaded: Loaded, folder: Path) -> str:
@@ -28,7 +28,7 @@ def converted_yaml(loaded: Loaded, folder: Path) -> str:
     lines = [f"# What {name} says, in duoka's words. All other keys have their defaults: docs/config.md"]
     if loaded.task == "prepare":
         lines.append("# That file made tokens and trained nothing; this one trains, and makes its tokens on the way.")
-    notes = [_without_file(note, name) for note in loaded.notes if _READ_AS not in note]
+    notes = [_without_file(note, name) for note in loaded.notes if READ_AS not in note]
     lines += ["#", "# About its lines:"] if notes else []
     for note in notes:
         lines += textwrap.wrap(note, _WIDTH, initial_indent="#   ", subsequent_indent="#     ", break_on_hyphens=False)
