@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -42,6 +46,23 @@ def test_inspect_marks_what_is_learned(config: Path) -> None:
     assert f"{{+{TURNS[2][1]}<|im_end|>+}}" in result.stdout
     assert result.stdout.count("targets (marked)") == 3
     assert "read as messages" in result.stdout
+
+
+def test_inspect_says_each_line_once_on_a_terminal(config: Path) -> None:
+    """What is said while sets are tokenized, and the report, are on one screen."""
+    leader, follower = os.openpty()
+    words = [sys.executable, "-m", "duoka", "data", "inspect", str(config)]
+    process = subprocess.Popen(words, stdout=follower, stderr=follower)
+    os.close(follower)
+    text = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while part := os.read(leader, 65536):
+            text += part
+    os.close(leader)
+    assert process.wait() == 0
+    assert text.count(b"10 of 10 kept") == 1, text.decode()
+    piped = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "10 of 10 kept" in piped.stdout and "10 of 10 kept" in piped.stderr
 
 
 def test_inspect_answers_programs_too(config: Path) -> None:

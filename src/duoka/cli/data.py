@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,13 @@ def inspect(config: str, overrides: tuple[str, ...], samples: int, as_json: bool
     loaded = load_config(config, overrides, checks=(check_sets, check_model))
     _say_what_training_refuses(loaded)
     folder = model_folder(loaded.config.model, loaded.base, _say)
-    prepared = prepare_data(loaded.config, loaded.base, folder, say=_say)
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        _say(text)
+
+    prepared = prepare_data(loaded.config, loaded.base, folder, say=say)
     tokenizer = read_tokenizer(loaded.config.model, loaded.base, folder)
     shown = [_look_at(prepared, place, tokenizer) for place in _places(prepared.num_shown, samples)]
     if html is not None:
@@ -59,8 +66,10 @@ def inspect(config: str, overrides: tuple[str, ...], samples: int, as_json: bool
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
+    there = said if console.is_terminal and sys.stderr.isatty() else []  # both on one screen
     for line in prepared.report.lines():
-        console.print(line, markup=False)
+        if line not in there:
+            console.print(line, markup=False)
     color = console.color_system is not None and not console.no_color
     for one in shown:
         console.print(f"\n{one.title()} (marked)", markup=False)
