@@ -46,6 +46,23 @@ def test_a_detected_format_reads_the_record_it_was_detected_from(record: dict[st
     assert read_example(record, form).messages == EXPECTED
 
 
+def test_a_record_of_another_format_among_others_is_told_that_a_file_has_one() -> None:
+    """It was told to write alpaca into dataset_info.json, with which the others would have been refused."""
+    for record, form, other in (
+        (alpaca_record(), form_of("messages"), "alpaca"),
+        (messages_record(), form_of("alpaca"), "messages"),
+    ):
+        with pytest.raises(BadRecord) as caught:
+            read_example(record, form, line=7)
+        assert f"where other records are read as {form.name}, put those like this one into a file of their own" in (
+            caught.value.fix
+        )
+        assert f'write "formatting": "{other}"' in caught.value.fix
+    with pytest.raises(BadRecord) as caught:  # the same format in other words
+        read_example(RENAMED_RECORD | {"messages": RENAMED_RECORD["talk"]}, form_of("messages"))
+    assert "file of their own" not in (caught.value.fix or "")
+
+
 @pytest.mark.parametrize("record", [messages_record(), sharegpt_record()])
 def test_messages_that_a_table_holds_as_json_text_are_read(record: dict[str, Any]) -> None:
     ((column, turns),) = record.items()

@@ -49,7 +49,17 @@ def read_record(record: Any, form: SetFormat, *, source: str = "", line: int = 0
         return _READERS[form.kind](record, form, source, line)
     except BadRecord as error:
         better = _better_format(record, form) if error.misread else None
-        raise BadRecord(error.rule, better.fix_text() if better else error.fix) from None
+        raise BadRecord(error.rule, _way_out(form, better) if better else error.fix) from None
+
+
+def _way_out(form: SetFormat, better: SetFormat) -> str:
+    if (better.name, better.kind) == (form.name, form.kind):
+        return better.fix_text()
+    # The words of dataset_info.json are for all records: of a file with some of each, others would be refused then.
+    return (
+        f"where other records are read as {form.name}, put those like this one into a file of their own: a file has "
+        f"one format; else {better.fix_text()}"
+    )
 
 
 def _better_format(record: dict[str, Any], form: SetFormat) -> SetFormat | None:
