@@ -17,7 +17,7 @@ from duoka.cluster.launcher import Spec
 from duoka.cluster.nodes import FixedNodes
 from duoka.cluster.restart import LocalLauncher
 from duoka.cluster.verdict import Kind, Verdict
-from duoka.errors import ConfigError
+from duoka.errors import ConfigError, DuokaError
 from duoka.process.lifeline import PARENT_PID
 from duoka.process.place import RANK_0_SPEAKS_S, adopt_place, adopt_step, let_rank_0_speak
 
@@ -52,7 +52,7 @@ def test_each_of_several_processes_is_a_rank(env: dict[str, str], monkeypatch: p
     assert not part.speaks and not part.starts(8)
     assert find_part(4).place == part.place
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(DuokaError) as caught:
         find_part(2)
     assert "--nproc is 2, and this process is one of 4" in caught.value.what and not caught.value.lines()
 
@@ -112,28 +112,45 @@ def test_a_start_that_mpirun_s_words_refuse_is_said_by_rank_0(monkeypatch: pytes
     for adopt in (adopt_place, adopt_step):
         with pytest.raises(ConfigError) as first:
             adopt({**several, "OMPI_COMM_WORLD_RANK": "0"})
-        with pytest.raises(ConfigError) as other:
+        with pytest.raises(DuokaError) as other:
             adopt(dict(several))
         assert "on several machines" in first.value.lines()[0] and other.value.lines() == []
         assert first.value.exit_code == other.value.exit_code == 2
     assert slept == [RANK_0_SPEAKS_S] * 2
 
 
-def test_collectives_are_tested_between_the_processes_of_mpirun(tmp_path: Path) -> None:
-    """Each started two of its own, and N reports were printed."""
-    (tmp_path / "mpirun.py").write_text(
-        "import os, subprocess, sys\nranks = []\nwords = sys.argv[1:]\n"
-        "for rank in '01':\n"
-        "    names = {'OMPI_COMM_WORLD_RANK': rank, 'OMPI_COMM_WORLD_LOCAL_RANK': rank}\n"
-        "    names |= {'OMPI_COMM_WORLD_SIZE': '2', 'OMPI_COMM_WORLD_LOCAL_SIZE': '2'}\n"
-        "    ranks.append(subprocess.Popen(words, env={**os.environ, **names}))\n"
-        "sys.exit(max(one.wait() for one in ranks))\n"
-    )
+MPIRUN = """
+import os, subprocess, sys
+ranks = []
+for rank in '01':
+    names = {'OMPI_COMM_WORLD_RANK': rank, 'OMPI_COMM_WORLD_LOCAL_RANK': rank}
+    names |= {'OMPI_COMM_WORLD_SIZE': '2', 'OMPI_COMM_WORLD_LOCAL_SIZE': '2'}
+    ranks.append(subprocess.Popen(sys.argv[1:], env={**os.environ, **names}))
+sys.exit(max(one.wait() for one in ranks))
+"""
+
+
+def start_two(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """As MPICH's mpirun does, which ends no rank when another one has left."""
+    (tmp_path / "mpirun.py").write_text(MPIRUN, encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    words = ["comm", "test", "--size", "4 KiB", "--rounds", "1"]
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "mpirun.py", sys.executable, "-m", "duoka", *words], cwd=tmp_path, env=env,
         capture_output=True, text=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [["train", "a.yaml"], ["train", "a.yaml", "--nprok", "2"]])
+def test_what_all_ranks_would_refuse_is_printed_once(words: list[str], tmp_path: Path) -> None:
+    """Under MPICH each rank printed it: others wait a while, and were not ended meanwhile."""
+    (tmp_path / "a.yaml").write_text("model: demo\ndata: {train: [identity]}\noptim: {lr: fast}\n", encoding="utf-8")
+    done = start_two(tmp_path, *words)
+    assert done.returncode == 2
+    assert done.stderr.count("error:") == 1, done.stderr
+
+
+def test_collectives_are_tested_between_the_processes_of_mpirun(tmp_path: Path) -> None:
+    """Each started two of its own, and N reports were printed."""
+    done = start_two(tmp_path, "comm", "test", "--size", "4 KiB", "--rounds", "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("processes on") == 1 and done.stdout.startswith("2 processes on 1 machine"), done.stdout

@@ -225,8 +225,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         from duoka.process.place import let_rank_0_speak
 
-        let_rank_0_speak()
-        print_error(framed(usage_lines(error)))
+        if not let_rank_0_speak():  # all ranks have the same words
+            print_error(framed(usage_lines(error)))
         return 2
     except (click.Abort, KeyboardInterrupt):
         print_error(framed(["interrupted"]))

@@ -35,11 +35,12 @@ def work_for_supervisor(config: str, rank: int) -> int:
 
 def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) -> int:
     """A rank of a world that a foreign launcher started, or duoka's launchers on several machines."""
+    from duoka.cluster.join import RefusedElsewhere
     from duoka.cluster.run_lock import find_run_folder
     from duoka.errors import DuokaError
     from duoka.plan.hardware import read_machine
     from duoka.process.lifeline import launcher_speaks
-    from duoka.process.place import RANK_0_SPEAKS_S
+    from duoka.process.place import RANK_0_SPEAKS_S, SaidElsewhere
     from duoka.runs.failure import write_failure
 
     machine, quiet = read_machine(), launcher_speaks()
@@ -47,13 +48,16 @@ def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) 
         loaded = load_checked(
             config, overrides, machine, place.size, local_size=place.local_size, say=place.rank == 0 and not quiet
         )
-    except DuokaError:
+    except DuokaError as error:
         if place.rank != 0:
             time.sleep(RANK_0_SPEAKS_S)
-        raise
+        # What its machine has, the first rank there has read too: MPICH's mpirun ends no others when one has said it.
+        raise SaidElsewhere(error) if place.rank != 0 and place.local_rank != 0 and not quiet else error from None
     run = find_run_folder(loaded)
     try:
         return _join_run(loaded, run, machine, place, quiet=quiet)
+    except RefusedElsewhere as error:
+        raise SaidElsewhere(error) if place.local_rank != 0 else error from None
     except DuokaError as error:
         if not quiet:
             raise

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Mapping, MutableMapping
 
-from duoka.errors import ConfigError
+from duoka.errors import ConfigError, DuokaError
 from duoka.process.kubernetes import adopt_pod_place
 from duoka.process.lifeline import parent_pid
 from duoka.process.mpi import mpi_rank, mpi_variables
@@ -39,16 +39,20 @@ def adopt_step(env: MutableMapping[str, str]) -> dict[str, str]:
     return {}
 
 
-class SaidByRank0(ConfigError):
-    """A fault of the command line or of the launcher, which are the same for all ranks: nothing is printed here."""
+class SaidElsewhere(DuokaError):
+    """A fault that another rank prints, such as one of the command line: nothing is printed here."""
+
+    def __init__(self, error: DuokaError) -> None:
+        super().__init__(error.what)
+        self.exit_code = error.exit_code
 
     def lines(self) -> list[str]:
         return []
 
 
-def refused_once(error: ConfigError, env: Mapping[str, str] = os.environ) -> ConfigError:
+def refused_once(error: ConfigError, env: Mapping[str, str] = os.environ) -> DuokaError:
     """What to raise in each process of a world that finds `error`: not every launcher ends the others."""
-    return SaidByRank0(error.what) if let_rank_0_speak(env) else error
+    return SaidElsewhere(error) if let_rank_0_speak(env) else error
 
 
 def let_rank_0_speak(env: Mapping[str, str] = os.environ) -> bool:
