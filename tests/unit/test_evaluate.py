@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from duoka.comm.world import World
 from duoka.config.schema import DataConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError
 from duoka.plan.layout import Layout
-from duoka.serve.evaluate import EvalData, measure, read_eval_data
+from duoka.serve.evaluate import EvalData, choose_layout, measure, read_eval_data
 from duoka.serve.load_run import Trained, find_trained
 from duoka.units import Amount
 
@@ -133,3 +134,20 @@ def test_the_precision_that_was_asked_for_computes(
     assert found["precision"] == precision and found["num_targets"] == count
     assert found["loss"] == pytest.approx(wanted, rel=difference)
     assert (abs(found["loss"] / wanted - 1) < 1e-6) == (precision == "fp32"), "bf16 rounds, fp32 does not"
+
+
+def test_a_layout_is_planned_with_what_was_measured_here(
+    data: EvalData, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As training plans: `duoka bench hardware` counted there and not here."""
+    asked = []
+
+    def plan(*_: object, local_size: int, cluster: object, **__: object) -> SimpleNamespace:
+        asked.append((local_size, cluster))
+        return SimpleNamespace(layout=Layout())
+
+    monkeypatch.setattr("duoka.plan.catalog.local_cluster", lambda machine, size, local: ("measured", size, local))
+    monkeypatch.setattr("duoka.plan.report.make_plan", plan)
+    choose_layout(data, tiny_model, 4, 2)
+    choose_layout(data, tiny_model, 4)
+    assert asked == [(2, ("measured", 4, 2)), (4, ("measured", 4, 4))]

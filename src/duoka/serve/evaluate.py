@@ -126,9 +126,10 @@ def read_eval_data(
     return EvalData(config, "the data it kept aside", prepared.eval, pad_id, lengths, prepared.text_bytes)
 
 
-def choose_layout(data: EvalData, folder: Path, world_size: int) -> Layout:
+def choose_layout(data: EvalData, folder: Path, world_size: int, local_size: int | None = None) -> Layout:
     """The arithmetic and micro-batch that training would choose here, so that its eval lines can be compared."""
     from duoka.model.row_choice import choose_rows
+    from duoka.plan.catalog import local_cluster
     from duoka.plan.hardware import read_machine
     from duoka.plan.report import make_plan
     from duoka.plan.shape import read_shape
@@ -138,7 +139,12 @@ def choose_layout(data: EvalData, folder: Path, world_size: int) -> Layout:
     if world_size > 1:  # whole models side by side: nothing is learned that could be shared
         parallel = config.parallel.model_copy(update={"strategy": "ddp"})
         config = config.model_copy(update={"parallel": parallel})
-    return make_plan(config, rows.seen_in(read_shape(folder)), read_machine(), world_size, lengths=data.lengths).layout
+    machine, local = read_machine(), local_size or world_size
+    plan = make_plan(
+        config, rows.seen_in(read_shape(folder)), machine, world_size, local_size=local, lengths=data.lengths,
+        cluster=local_cluster(machine, world_size, local),
+    )  # fmt: skip
+    return plan.layout
 
 
 def evaluate(trained: Trained, data: EvalData, *, base_only: bool = False) -> Evaluation | None:
@@ -156,7 +162,7 @@ def evaluate(trained: Trained, data: EvalData, *, base_only: bool = False) -> Ev
 def evaluate_in(world: World, trained: Trained, data: EvalData, *, base_only: bool = False) -> Evaluation:
     """The same in an existing world; the answer on every rank."""
     trained = agree_on_checkpoint(world, trained)
-    layout = world.agree(choose_layout(data, trained.base, world.size))
+    layout = world.agree(choose_layout(data, trained.base, world.size, world.local_size))
     measured = measure(trained, data, layout, world, base_only=base_only)
     label = f"{trained.name} before training" if base_only else trained.name
     return Evaluation(label, data.label, layout.precision, world.size, measured)
