@@ -35,6 +35,7 @@ LAYOUT_CONTRADICTIONS = {
     "expert-with-compile": HEAD + "train: {compile: true}\nparallel: {expert: 2}\n",
     "expert-with-offload": HEAD + "parallel: {expert: 2, offload: params, strategy: fsdp}\n",
     "offload-params-to-disk-of-whole-models": HEAD + "parallel: {strategy: zero1, offload: {params: disk}}\n",
+    "settings-of-ddp-and-of-sharing": HEAD + "parallel: {bucket_mb: 50, offload: params}\n",
     "offload-params-deeper-than-optimizer": HEAD
     + "parallel: {strategy: zero3, offload: {params: disk, optimizer: host}}\n",
     "offload-params-to-disk-unresharded": HEAD

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from duoka.config.rules import check_rules
 from duoka.config.schema import RunConfig
 from duoka.errors import Faults
 from duoka.plan.catalog import cluster_of, parse_cluster
@@ -91,3 +92,60 @@ def test_auto_takes_no_pipeline_that_micro_batches_as_they_are_written_cannot_fe
     way = {"lora": {}, "train": {"micro_batch": "8192 tokens"}, "data": {"train": ["x"], "max_length": 64}}
     plan = planned(7e9, "4x8xA100-80G@1x25GbE", 16, way)
     assert plan.batch.accumulation >= plan.layout.pp
+
+
+@pytest.mark.parametrize(
+    ("way", "takes"),
+    [
+        ({"offload": "params"}, {"zero1", "zero2", "fsdp", "hsdp"}),
+        ({"offload": {"params": "disk"}}, {"fsdp", "hsdp"}),
+        ({"reshard": False}, {"fsdp", "hsdp"}),
+        ({"compress": {"gradients": "int8"}}, {"zero1", "zero2", "fsdp"}),
+    ],
+)
+@pytest.mark.parametrize("on", ["4 CPU ranks", "8xA100-80G", "2x8xH100-80G"])
+def test_auto_takes_what_holds_the_settings_of_sharing(way, takes, on):
+    """They were refused beside strategy auto, as if it were ddp."""
+    parallel = {"parallel": way}
+    if "CPU" in on:
+        assert not check_rules(RunConfig.model_validate({"model": "demo", "data": {"train": ["x"]}, **parallel}))
+    plan = planned("demo", on, 64, parallel)
+    assert plan.layout.strategy in takes
+    assert {one.layout.strategy for one in plan.ranking.candidates} <= takes
+    assert next(iter(way)) in plan.reasons["parallel.strategy"]
+
+
+@pytest.mark.parametrize("params", ["host", "disk"])
+def test_auto_on_one_process_gathers_what_lies_elsewhere(params):
+    plan = planned("demo", "1xH100", 64, {"parallel": {"offload": {"params": params}}})
+    assert plan.layout.strategy == "fsdp"
+    assert any(one.layout == plan.layout for one in plan.ranking.candidates)
+    assert "gathers the weights" in plan.reasons["parallel.strategy"]
+
+
+@pytest.mark.parametrize("ranks", [3, 5, 6, 7, 12])
+@pytest.mark.parametrize("on", ["CPU", "A100-80G", "RTX4090"])
+def test_numbers_that_are_no_powers_of_two_are_planned_as_well(ranks, on):
+    """Axes of five and seven were no rows: of five cards no model was cut in five, which most have layers for."""
+    cluster = parse_cluster(f"1x{ranks}x{on}") if on != "CPU" else None
+    gpu = Gpu(on, 80 << 30, 80 << 30, 9.0)
+    machine = Machine(60, 512 << 30, 500 << 30, gpus=() if cluster is None else (gpu,) * ranks)
+    cluster = cluster or cluster_of(machine, 1, ranks)
+    shape = replace(shape_from_parameters(int(7e9)), num_layers=84, num_heads=84, num_kv_heads=84)
+    shape = (
+        replace(shape, intermediate_size=84 * 5 * 128)
+        if ranks != 5
+        else replace(shape, num_layers=40, num_heads=40, num_kv_heads=40, intermediate_size=40 * 256)
+    )
+    for batch in (64, 60):
+        facts = {"model": "demo", "data": {"train": ["x"], "max_length": 1024}, "train": {"global_batch": batch}}
+        plan = make_plan(
+            RunConfig.model_validate(facts), shape, machine, ranks, local_size=ranks, cluster=cluster, is_ranked=True
+        )
+        rows = plan.ranking.candidates
+        names = {one.layout.name for one in rows} | {one.layout for one in plan.ranking.rejected}
+        for axis in ("tp", "pp"):
+            assert any(f"{axis}{ranks}" in name for name in names), names
+        if rows := plan.ranking.trainable:
+            fastest = max(one.speed.tokens_per_s for one in rows)
+            assert plan.speed.tokens_per_s * WORTH_IT["cpu" if on == "CPU" else "cuda"] >= fastest

@@ -20,6 +20,13 @@ def ddp_settings(c: RunConfig) -> list[str]:
     return found + (["parallel.compress"] if c.parallel.compression.gradients in ("fp16", "powersgd") else [])
 
 
+def sharing_settings(c: RunConfig) -> list[str]:
+    """Keys that were set and that only strategies which share state know: with `strategy: auto` a wish for these."""
+    found = [] if c.parallel.offloads.params == "none" else ["parallel.offload.params"]
+    found += [] if c.parallel.reshard is True else ["parallel.reshard"]
+    return found + (["parallel.compress"] if _is_packed(c) else [])
+
+
 def _is_packed(c: RunConfig) -> bool:
     return bool(c.parallel.compression.weight_bits or c.parallel.compression.gradient_bits)
 
@@ -53,6 +60,15 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "delete them, or write:   strategy: ddp",
     ),
     Rule(
+        "settings-of-ddp-and-of-sharing",
+        ("parallel.strategy", "parallel.offload", "parallel.reshard", "parallel.compress"),
+        lambda c: c.parallel.strategy == "auto" and bool(ddp_settings(c)) and bool(sharing_settings(c)),
+        "parallel.strategy is auto, and of what is set some is for ddp only (find_unused_parameters, static_graph, "
+        "bucket_mb, bucket_view, compress: fp16 or powersgd), and some for what shares state (reshard, packed compress "
+        "and offloaded params)",
+        "keep the settings of one of them, and write its name:   strategy: ddp   or   strategy: fsdp",
+    ),
+    Rule(
         "static-graph-looks-for-unused",
         ("parallel.find_unused_parameters", "parallel.static_graph"),
         lambda c: c.parallel.static_graph and c.parallel.find_unused_parameters,
@@ -77,7 +93,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     Rule(
         "reshard-without-fsdp",
         ("parallel.reshard", "parallel.strategy"),
-        lambda c: c.parallel.reshard is not True and c.parallel.strategy not in ("zero3", "fsdp", "hsdp"),
+        lambda c: c.parallel.reshard is not True and c.parallel.strategy not in ("auto", "zero3", "fsdp", "hsdp"),
         "parallel.reshard is {c.parallel.reshard}, which only fsdp and hsdp know; strategy is {c.parallel.strategy}",
         "delete it, or write:   strategy: fsdp",
     ),
@@ -86,7 +102,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         ("parallel.offload", "parallel.strategy"),
         lambda c: (
             c.parallel.offloads.params == "host"  # of a disk the next rule says more
-            and c.parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp", "hsdp")
+            and c.parallel.strategy not in ("auto", "zero1", "zero2", "zero3", "fsdp", "hsdp")
         ),
         "parallel.offload is params, which needs a strategy that gathers weights when they are used; "
         "strategy is {c.parallel.strategy}",
@@ -95,7 +111,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     Rule(
         "offload-params-to-disk-of-whole-models",
         ("parallel.offload", "parallel.strategy"),
-        lambda c: c.parallel.offloads.params == "disk" and c.parallel.strategy not in ("zero3", "fsdp", "hsdp"),
+        lambda c: c.parallel.offloads.params == "disk" and c.parallel.strategy not in ("auto", "zero3", "fsdp", "hsdp"),
         "parallel.offload has params: disk, which zero3 and hsdp know, as they gather a layer at a time; strategy is "
         "{c.parallel.strategy}",
         "write:   strategy: zero3   (on one process too), or   offload: {optimizer: disk}",
@@ -179,7 +195,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     Rule(
         "packed-exchange-of-shards-only",
         ("parallel.compress", "parallel.strategy"),
-        lambda c: _is_packed(c) and c.parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp"),
+        lambda c: _is_packed(c) and c.parallel.strategy not in ("auto", "zero1", "zero2", "zero3", "fsdp"),
         "parallel.compress is {c.parallel.compress}, which zero1, zero2 and zero3 know; strategy is "
         "{c.parallel.strategy}",
         "write:   strategy: zero3   or   compress: bf16",

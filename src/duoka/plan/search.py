@@ -20,6 +20,7 @@ from duoka.plan.speed import Speed, estimate_speed
 from duoka.plan.task import Task, load_of, memory_of
 from duoka.units import format_bytes
 
+ALL_SIZES = 32  # ranks of which every divisor is looked at
 LONG_TOKENS = 16384  # below it, cutting sequences saves nothing that cutting batches doesn't
 # Of two layouts the simpler is taken unless the other is faster by this. Nothing measured here tells less apart: on
 # CPUs ranks share cores and memory, and what an exchange costs there is mostly waiting for one another.
@@ -130,7 +131,7 @@ def layouts_of(
         tp, pp, sp = (asked.get(axis, 1) for axis in AXES)
         data = world // (tp * pp * sp)
         axes = {"tp": tp, "pp": pp, "sp": sp, "ep": 1}
-        yield from (replace(start, **how, **axes) for how in _strategies(data, cluster, tp * pp, sp))  # type: ignore[arg-type]
+        yield from (replace(start, **how, **axes) for how in _strategies(data, cluster, tp * pp, sp, start))  # type: ignore[arg-type]
     for pp in _sizes(world, min(world, 64)):
         for tp in _sizes(world // pp, per_node):
             for sp in _sizes(world // pp // tp, per_node) if max_length >= LONG_TOKENS else (1,):
@@ -138,13 +139,13 @@ def layouts_of(
                 axes = {"tp": tp, "pp": pp, "sp": sp, "ep": 1}
                 if asked and asked == {axis: size for axis, size in axes.items() if size > 1}:
                     continue
-                yield from (replace(start, **how, **axes) for how in _strategies(data, cluster, tp * pp, sp))  # type: ignore[arg-type]
+                yield from (replace(start, **how, **axes) for how in _strategies(data, cluster, tp * pp, sp, start))  # type: ignore[arg-type]
 
 
-def _strategies(data: int, cluster: Cluster, cuts: int, sp: int) -> Iterator[dict[str, object]]:
+def _strategies(data: int, cluster: Cluster, cuts: int, sp: int, start: Layout) -> Iterator[dict[str, object]]:
     others = cuts * sp
     if data * sp == 1:
-        yield {"dp": 1, "strategy": "single", "shard": 1}
+        yield {"dp": 1, "strategy": alone(start), "shard": 1}
         return
     names: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "fsdp") if others == 1 else ("ddp", "zero1", "fsdp")
     for name in names:
@@ -154,15 +155,21 @@ def _strategies(data: int, cluster: Cluster, cuts: int, sp: int) -> Iterator[dic
         yield {"dp": data, "strategy": "hsdp", "shard": inside}
 
 
+def alone(layout: Layout) -> Strategy:
+    """How one process trains: weights that lie elsewhere are gathered by fsdp, with nobody beside it."""
+    return "fsdp" if layout.offload == "params" else "single"
+
+
 def _sizes(limit: int, most: int) -> Iterator[int]:
-    """1, 2, 4, ... and 3 x 2^n where they divide `limit`: pipelines of 6 and 12 stages are common."""
-    yield from (size for size in range(1, most + 1) if limit % size == 0 and _is_usual(size))
+    """What divides `limit`; of many ranks, powers of two and three, five and seven times those: of hundreds of ranks
+    every divisor would be a long table, and no model is cut in 9 or 11."""
+    yield from (size for size in range(1, most + 1) if limit % size == 0 and (limit <= ALL_SIZES or _is_usual(size)))
 
 
 def _is_usual(size: int) -> bool:
     while size % 2 == 0:
         size //= 2
-    return size in (1, 3)
+    return size in (1, 3, 5, 7)
 
 
 def why_not(layout: Layout, task: Task, cluster: Cluster) -> str | None:

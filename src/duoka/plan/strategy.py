@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from duoka.config.rules import check_rules
-from duoka.config.rules_parallel import ddp_settings
+from duoka.config.rules_parallel import ddp_settings, sharing_settings
 from duoka.config.schema import RunConfig
 from duoka.plan.axes import axes_of, check_pipeline, data_ranks
 from duoka.plan.batch import spread_batch
@@ -18,7 +18,7 @@ from duoka.plan.catalog import Cluster
 from duoka.plan.fill_in import fill_in
 from duoka.plan.layout import SHARDED, Layout, Strategy
 from duoka.plan.memory import FITS
-from duoka.plan.search import NOT_TRAINED, Candidate, Ranking, search
+from duoka.plan.search import NOT_TRAINED, Candidate, Ranking, alone, search
 from duoka.plan.shape import ASSUMED
 from duoka.plan.task import Task, memory_of
 from duoka.units import format_bytes, parse_amount
@@ -49,6 +49,9 @@ def choose_strategy(
         return layout, "single: one process, and ddp is for several"
     if parallel.strategy != "auto":
         return _as_asked(config, layout, data_ranks(parallel, cluster.per_node) or 1), ""
+    if layout.world_size == 1 and layout.offload == "params":
+        own = replace(layout, strategy=alone(layout), shard=1)
+        return own, f"{own.strategy}: one process, which gathers the weights that parallel.offload puts elsewhere"
     if layout.world_size == 1:
         return layout, "single: one process"
     if adding == 1:
@@ -61,18 +64,20 @@ def choose_strategy(
     best = ranking.best(layout.axes or None)
     if best is None:
         return _least(config, task, layout, cluster, available_bytes)
-    return _shared_as(layout, best.layout), _reason(best, ranking, task, layout, available_bytes)
+    return _shared_as(layout, best.layout), _reason(config, best, ranking, task, layout, available_bytes)
 
 
 def rank_layouts(config: RunConfig, task: Task, start: Layout, cluster: Cluster, available_bytes: int) -> Ranking:
     """The table of a run: what its config leaves open is filled in, what its keys rule out is left out."""
     asked = {axis: size for axis, size in axes_of(config.parallel).items() if size > 1}
     broken, device = {rule.id for rule in check_rules(config)}, task.work.device
-    wishes = ddp_settings(config)
+    wishes, sharing = ddp_settings(config), sharing_settings(config) if start.world_size > 1 else []
 
     def refused(one: Layout) -> str | None:
         if wishes and one.strategy not in ("single", "ddp"):
             return f"{', '.join(wishes)} is for ddp only"
+        if sharing and one.strategy == "single":
+            return f"{', '.join(sharing)} is for strategies that share state"
         changed = _with_parallel(config, one)
         found = [rule for rule in check_rules(changed) if not rule.is_note and rule.id not in broken]
         if found:
@@ -140,7 +145,9 @@ def _shared_as(layout: Layout, best: Layout) -> Layout:
     return replace(layout, **ranks)  # type: ignore[arg-type]
 
 
-def _reason(best: Candidate, ranking: Ranking, task: Task, layout: Layout, available_bytes: int) -> str:
+def _reason(
+    config: RunConfig, best: Candidate, ranking: Ranking, task: Task, layout: Layout, available_bytes: int
+) -> str:
     how = best.layout
     kinds = _KINDS | _OF_CUT_MODELS if how.tp * how.pp > 1 else _KINDS
     words = kinds.get(how.strategy, "one model over {w} processes")
@@ -155,6 +162,8 @@ def _reason(best: Candidate, ranking: Ranking, task: Task, layout: Layout, avail
         return f"{name}: {words}, about {times:.2g} times as fast as ddp"
     if layout.tp > 1 or layout.pp > 1:
         return f"{name}: {words}"
+    if wishes := sharing_settings(config):
+        return f"{name}: {words}, as {' and '.join(wishes)} {'asks' if len(wishes) == 1 else 'ask'}"
     need = memory_of(task, replace(how, strategy="ddp", dp=layout.dp, shard=1, tp=1, pp=1, sp=1)).peak_bytes
     why = f"unsharded, it would need {format_bytes(need)} in each, and {format_bytes(available_bytes)} is available"
     return f"{name}: {words}; {why}"
