@@ -1,6 +1,9 @@
 """Promise 6: ranks whose code, config or data differ are refused, and replicas that drift are found and named."""
 
+import contextlib
+import io
 import os
+import socket
 import time
 
 import pytest
@@ -13,6 +16,8 @@ from duoka.comm.world import check_same_everywhere, end_world, start_world
 from duoka.config.load import load_config
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError, DuokaError, WorkerFailed
+from duoka.parallel.mesh import build_mesh
+from duoka.plan.layout import Layout
 from duoka.process.lifeline import PARENT_PID
 from duoka.runs.folder import RunFolder
 from duoka.train.main import read_inputs
@@ -222,3 +227,21 @@ def test_nccl_without_a_gpu_and_single_with_two_processes_are_refused(monkeypatc
         monkeypatch.setitem(os.environ, name, value)
     with pytest.raises(ConfigError, match="2 processes were started"):
         start_world(ParallelConfig(strategy="single"))
+
+
+def deal_out_in_turn():
+    """As `mpirun --map-by node` does: neighbors are on different machines, and no node's number is given."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(LOCAL_RANK=str(rank // 2), LOCAL_WORLD_SIZE="2")
+    socket.gethostname = lambda: f"node{rank % 2}"
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        world = start_world(ParallelConfig(timeout="60s"))
+    assert world.node == rank % 2 and world.gather(world.node) == [0, 1, 0, 1]
+    assert ("mpirun --map-by slot" in said.getvalue()) is (rank == 0)
+    assert build_mesh(Layout(dp=4, strategy="zero1", shard=4), world).nodes() is None, "neighbors are of no machine"
+    end_world(world)
+
+
+def test_a_node_is_known_by_its_name_where_nobody_gives_its_number():
+    run_world(4, deal_out_in_turn)

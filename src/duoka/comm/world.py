@@ -168,7 +168,9 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
     backend = parallel.backend if parallel.backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
     timeout = datetime.timedelta(seconds=min(parse_seconds(parallel.timeout), 86400.0))
     if place is None or place.size == 1:
-        if parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp", "hsdp") and parallel.engine == "native":
+        is_gathered = parallel.strategy == "auto" and parallel.offloads.params != "none"  # auto takes fsdp then
+        is_shared = is_gathered or parallel.strategy in ("zero1", "zero2", "zero3", "fsdp", "hsdp")
+        if not is_shared and parallel.engine == "native":
             return World(device=device, heart=heart)
         # FSDP and DeepSpeed want a group also for a single process: offloading is of use to one process too.
         dist.init_process_group(carriers(backend), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -190,8 +192,24 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
     if dist.get_world_size() != place.size:
         raise WorkerFailed(f"asked for a world of {place.size} processes, got {dist.get_world_size()}")
     world = World(place.rank, place.local_rank, place.size, place.local_size, place.node, device, backend, heart)
+    if place.guesses_node:
+        world = _find_node(world)
     check_own_gpu(world)
     return world
+
+
+def _find_node(world: World) -> World:
+    """By the names of the machines: `mpirun --map-by node` deals ranks out in turn, and says no node's number."""
+    names = world.gather(socket.gethostname())
+    nodes = list(dict.fromkeys(names))
+    if len(nodes) * world.local_size != world.size:  # containers of one name, or nodes of several sizes
+        return world
+    if any(nodes.index(name) != rank // world.local_size for rank, name in enumerate(names)):
+        world.print(
+            f"note: ranks that are neighbors are on different machines ({', '.join(names[:4])}, ...), and what should "
+            "stay inside a machine (hsdp, tensor, reshard: node) goes over the network:   mpirun --map-by slot"
+        )
+    return replace(world, node=nodes.index(socket.gethostname()))
 
 
 def carriers(backend: str) -> str:

@@ -109,6 +109,8 @@ class Mesh:
         inside, size = self.node_size, self.everyone.size
         if self.loss.size != size or not 1 < inside < size or size % inside:
             return None
+        if self.everyone.gather(self.everyone.node) != [rank // inside for rank in range(size)]:
+            return None  # neighbors are not of one machine
         own, rank = list[dist.ProcessGroup | None](), self.everyone.rank
         for members in (
             *([*range(first, first + inside)] for first in range(0, size, inside)),

@@ -24,6 +24,7 @@ class RankEnvironment:
     node: int
     master_addr: str
     master_port: int
+    guesses_node: bool = False  # nobody said which: as if ranks of a machine were neighbors
 
 
 def has_peers(env: Mapping[str, str] = os.environ) -> bool:
@@ -69,6 +70,7 @@ def read_rank_environment(env: Mapping[str, str] = os.environ) -> RankEnvironmen
         node=_whole(env, "GROUP_RANK", rank // max(local_size, 1)),
         master_addr=env.get("MASTER_ADDR", LOOPBACK),
         master_port=_whole(env, "MASTER_PORT", 0),
+        guesses_node="GROUP_RANK" not in env and local_size < size,
     )
 
 
