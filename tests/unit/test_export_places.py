@@ -85,8 +85,9 @@ def test_no_template_of_the_base_stays_beside_the_one_of_training(tmp_path: Path
         ("mp_rank_00_model_states.pt", "duoka import-checkpoint"),
         ("pytorch_model_fsdp_0/__0_0.distcp", "accelerate merge-weights"),
         ("model_000010.pt", "write a folder with config.json"),
+        ("mine.q8_0.gguf", "name the folder or Hub id that it was made from"),
     ],
-    ids=["DeepSpeed", "FSDP", "nanochat"],
+    ids=["DeepSpeed", "FSDP", "nanochat", "GGUF"],
 )
 def test_a_checkpoint_of_another_tool_is_no_model_and_what_makes_one_of_it_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, words: str

@@ -60,10 +60,23 @@ def test_a_reward_models_folder_is_refused_where_words_are_learned(tmp_path, tin
     assert check_model(goes_on, tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["./x", "/x/y", "~/x", "a/b/c", "a b", "C:\\models\\x"])
+@pytest.mark.parametrize("name", ["./x", "/x/y", "~/x", "a/b/c", "a b", "C:\\models\\x", "runs/mine"])
 def test_what_looks_like_a_path_is_never_taken_for_a_hub_id(name, tmp_path):
     with pytest.raises(ConfigError, match="no such folder"):
         find_model(ModelConfig(name=name), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("mine.gguf", "llama-server -m FILE"), ("model.safetensors", "write its folder"), ("config.json", "its folder")],
+)
+def test_a_file_is_named_for_what_it_is(name, said, tmp_path):
+    """`there is no such folder` was said of files that are there."""
+    (tmp_path / name).write_bytes(b"GGUF")
+    for written in (name, str(tmp_path / name)):
+        with pytest.raises(ConfigError) as caught:
+            find_model(ModelConfig(name=written), tmp_path)
+        assert said in caught.value.fix and "no such folder" not in caught.value.what
 
 
 def test_a_warm_hub_cache_needs_no_network_and_keeps_to_the_revision(tmp_path, monkeypatch, tiny_model):

@@ -24,7 +24,7 @@ from duoka.errors import ConfigError, Fault
 from duoka.hub.adapter_files import check_fit
 from duoka.hub.demo_model import INSTALL, convert_demo_model, missing_packages
 from duoka.hub.new_model import MORE_TEMPLATES, TOKENIZER_FILES, new_model_folder, scratch_folder
-from duoka.hub.other_folders import WRITE, find_other, has_config
+from duoka.hub.other_folders import WRITE, find_other, find_other_file, has_config
 from duoka.hub.weight_files import find_damage
 from duoka.runs.cache import cache_folder
 from duoka.runs.folder import read_json
@@ -62,6 +62,9 @@ def find_model(model: ModelConfig, base: Path) -> ModelSource:
             result = folder / "final"  # of a run: what it made
             is_run = not (folder / "config.json").is_file() and (result / "config.json").is_file()
             return ModelSource(folder=(result if is_run else folder).resolve())
+    file = next((one for one in (given, base / given) if is_there(one)), None)
+    if file is not None and (other := find_other_file(file)) is not None:
+        raise ConfigError(f"model.name is {name!r}, {other[0]}", fix=other[1])
     if not _is_hub_id(name) or is_there(given):
         raise ConfigError(f"model.name is {name!r}, and there is no such folder", fix=WRITE)
     return ModelSource(hub_id=name)
@@ -180,7 +183,9 @@ def _check_packed(config: RunConfig, folder: Path) -> list[Fault]:
 
 
 def _is_hub_id(name: str | None) -> bool:
-    return bool(name and not name.startswith((".", "/", "~")) and name.count("/") <= 1 and _HUB_ID.match(name))
+    """`runs/NAME` is a run that is not there, a wrong letter or another folder: nobody is asked for it by that name."""
+    is_path = name is None or name.startswith((".", "/", "~", "runs/"))
+    return bool(name and not is_path and name.count("/") <= 1 and _HUB_ID.match(name))
 
 
 def _check_hub(key: str, hub_id: str | None, fix: str) -> list[Fault]:

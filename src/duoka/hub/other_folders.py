@@ -13,6 +13,19 @@ WRITE = "write a folder with config.json and *.safetensors, a Hub id such as Qwe
 _ADAPTER, _ADAPTERS_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
+_GGUF = "GGUF, which llama.cpp and Ollama read: its weights are rounded, and its tokenizer is written in their way"
+_NO_GGUF = "name the folder or Hub id that it was made from; llama-server -m FILE serves the file itself"
+
+
+def find_other_file(path: Path) -> tuple[str, str] | None:
+    """As `find_other`, of a file that is named as a model; None: there is none, or nothing is known of its kind."""
+    if path.suffix.lower() == ".gguf":
+        return f"a file in {_GGUF}", _NO_GGUF
+    if path.name == "config.json" or path.suffix == ".safetensors":
+        return "a file of a model, not its folder", f"write its folder:   {typed(path.parent)}"
+    return None
+
+
 def has_config(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
@@ -36,6 +49,8 @@ def _other_checkpoint(folder: Path) -> tuple[str, str]:
             "which holds a checkpoint of DeepSpeed",
             f"make a model of it:   duoka import-checkpoint {typed(folder)} --model BASE -o DIR",
         )
+    if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")):
+        return f"which holds {_GGUF}", _NO_GGUF
     shards = [path.parent for pattern in ("*.distcp", "*/*.distcp") for path in folder.glob(pattern)]
     if shards:
         return (

@@ -35,7 +35,9 @@ def find_run(name: str, folder: Path) -> RunFolder:
     names = [run.name for run in runs_in(folder)] if folder.is_dir() else []
     guess = nearest(name, names)
     hint = f"did you mean {guess}? " if guess else ""
-    raise ConfigError(f"there is no run {name}", fix=f"{hint}`duoka runs {folder}` lists them")
+    words = "duoka runs" if folder == Path("runs") else f"duoka runs {folder}"
+    known = f"`{words}` lists them" if names else f"there are none in {folder}"
+    raise ConfigError(f"there is no run {name}", fix=f"{hint}{known}")
 
 
 def last_of_stages(folder: Path) -> RunFolder | None:
