@@ -97,6 +97,17 @@ def test_an_adapter_of_which_a_part_would_not_count_is_refused(
     assert words in (caught.value.where or "") and "that it was trained on" in (caught.value.fix or "")
 
 
+def test_an_adapter_without_a_whole_module_that_it_should_have_is_refused(base: Path, tmp_path: Path) -> None:
+    """PEFT's KeyError was printed as it is: a name in quotes, and not that it is missing."""
+    write_adapter(base, tmp_path, modules_to_save=["lm_head"])
+    tensors = load_file(tmp_path / WEIGHTS)
+    (name,) = (name for name in tensors if "lm_head" in name and "lora" not in name)
+    del tensors[name]
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"lacks {name}, which its adapter_config.json says it has"):
+        read(base, tmp_path)
+
+
 def test_a_damaged_adapter_is_named(base: Path, tmp_path: Path) -> None:
     write_adapter(base, tmp_path)
     (tmp_path / WEIGHTS).write_bytes((tmp_path / WEIGHTS).read_bytes()[:500])

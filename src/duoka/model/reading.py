@@ -100,7 +100,10 @@ def read_adapted(base: torch.nn.Module, folder: Path) -> torch.nn.Module:
         _fit_vocabulary(base, folder)
         with _results() as results:
             adapted = peft.PeftModel.from_pretrained(base, os.fspath(folder))
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except KeyError as error:  # a whole module beside the adapters (modules_to_save)
+        what = f"the adapter in {folder} lacks {error.args[0]}, which its adapter_config.json says it has"
+        raise ConfigError(what, fix="copy the adapter again, or save it again with PEFT") from error
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise ConfigError(f"the adapter in {folder} could not be loaded: {_first_line(error)}") from error
     except RuntimeError as error:
         sizes = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
