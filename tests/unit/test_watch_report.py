@@ -11,13 +11,10 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from duoka.config.load import load_config
-from duoka.config.write import resolved_yaml
 from duoka.errors import typed
 from duoka.runs.events import EventWriter, global_log, rank_log
 from duoka.runs.folder import RunFolder, write_json_atomic
 from duoka.runs.status import Status, leader_identity, write_status
-from duoka.watch.differences import find_differences
 from duoka.watch.history import read_history
 from duoka.watch.next_steps import next_commands
 from duoka.watch.report import end_lines, summary_to_json, write_report
@@ -401,24 +398,3 @@ def test_a_run_whose_process_is_gone_without_a_word_says_so(log):
     assert ": dead, no step was recorded" in said and f"(pid {gone.pid}) is gone and recorded no cause" in said
     write_status(log.run, Status(state="running", world_size=2, **leader_identity()))
     assert ": running" in lines_of(log.run) and "gone" not in lines_of(log.run)
-
-
-def test_a_report_is_handed_on_without_addresses_and_passwords(tmp_path, log, monkeypatch):
-    """config.yaml has the webhook that the run itself needs, and stood in the page as it was."""
-    monkeypatch.setenv("PROXY_TOKEN", "hunter2-of-the-environment")
-    yaml = tmp_path / "a.yaml"
-    yaml.write_text(
-        "model: x/${env:PROXY_TOKEN}\ndata: {train: [identity, 'https://me:hunter2@data.example/x']}\n"
-        "log: {alert: {webhook: 'https://hooks.example/T0  # hunter2', command: 'mail -p hunter2 # all'}}\n"
-        "train: {epochs: 7}\n",
-        encoding="utf-8",
-    )
-    loaded = load_config(yaml)
-    log.run.config.write_text(resolved_yaml(loaded, {"parallel.strategy": "ddp: all fits"}), encoding="utf-8")
-    assert load_config(log.run.config).config.log.alert.webhook.endswith("hunter2"), "the run itself needs it"
-    text = read_page(log.run)
-    assert "hunter2" not in text and 'webhook: "***"' in text and 'command: "***"' in text
-    assert "epochs: 7" in text and "here ddp: all fits" in text and f"{yaml.name}" in text
-    (other := RunFolder(tmp_path / "other")).make()
-    other.config.write_text("model: demo\nlog: {alert: {webhook: ''}}\n", encoding="utf-8")
-    assert "hunter2" not in json.dumps(find_differences([log.run, other]))
