@@ -75,7 +75,7 @@ HEAD_ZH = """\
 内存峰值、全部 GPU 合计的 tokens/s。内存有余时 `auto` 会一次多算一些，所以低于显存的数字并不是最低需求。`tensor.yaml` 按
 `parallel.tensor=2` 来问，`pretrain.yaml` 和 `gpt2_small.yaml` 用它们自己的模型。这些是预测；
 与公开发表的训练相差多少、哪些从未测过，见
-[plan.md](plan.md)。本页由 `python benchmarks/gallery.py zh` 生成。
+[plan.md](plan.zh-CN.md)。本页由 `python benchmarks/gallery.py zh` 生成。
 
 | 文件 | 用途 | 1x RTX 4090（24 GB） | 8x A100 80 GB | 2 个节点各 8x H100 80 GB |
 |---|---|---|---|---|
