@@ -231,3 +231,19 @@ def test_tensorboard_shows_steps_evaluations_and_texts(tmp_path):
     assert not board.Scalars("train/loss")
     texts = {tag: board.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in board.Tags()["tensors"]}
     assert "Once| upon" in texts["samples/text_summary"] and '"lr": 0.1' in texts["config/text_summary"]
+
+
+def test_tensorboard_shows_each_step_once_after_a_rollback(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sinks = Sinks([build_sink("tensorboard")])
+    sinks.open(RunFacts("run", tmp_path, goes_on=True))
+    for step in (1, 2, 3):
+        sinks.step(step_of(step))
+    sinks.event("resume", 1, {"reason": "step 4: the loss is not finite; back to step-00000001"})
+    for step in (2, 3, 4):
+        sinks.step(step_of(step))
+    sinks.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [one.step for one in board.Scalars("train/loss")] == [1, 2, 3, 4]

@@ -58,6 +58,41 @@ def test_mlflow_has_every_number_of_a_run_and_of_its_resume(tmp_path: Path, monk
     assert texts[0].read_text(encoding="utf-8") == "多卡 is| here 🎉"
 
 
+def test_steps_that_were_thrown_away_are_not_beside_those_that_were_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow forgets no number of a run: both stood at one step."""
+    pytest.importorskip("mlflow", reason='pip install "duoka[mlflow]"')
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    train(tmp_path, 1, 7, "stopped")
+    _, warned = train(tmp_path, 5, 6, "stopped")  # a crash: the newest checkpoint was of step 4
+    assert warned == []
+    sinks = Sinks([build_sink("mlflow")], warn=warned.append)
+    sinks.open(RunFacts("mine", tmp_path, config=CONFIG, goes_on=True, kept_steps=6))
+    sinks.step(step_of(7))
+    sinks.event("resume", 6, {"reason": "step 8: the loss is not finite; back to step-00000006"})
+    for step in (7, 8):
+        sinks.step(step_of(step))
+    sinks.ended(8, "done", 0, "")
+    sinks.close()
+    assert warned == []
+
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient((tmp_path / "mlflow").as_uri())
+    runs = client.search_runs([client.get_experiment_by_name("duoka").experiment_id])
+    (run,) = [one for one in runs if "mlflow.parentRunId" not in one.data.tags]
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(one.step, one.value) for one in history] == [(step, 4.0 / step) for step in range(1, 9)]
+    assert run.info.run_name == "mine" and run.info.status == "FINISHED" and run.data.params["lora.rank"] == "8"
+    assert [one.step for one in client.get_metric_history(run.info.run_id, "eval/loss")] == [6]
+    assert [one.path for one in client.list_artifacts(run.info.run_id, "samples")] == ["samples/step-00000006.txt"]
+    old = sorted(one.info.run_name for one in runs if one is not run)
+    assert old == ["mine, went back to step 4", "mine, went back to step 6"]
+    assert all(one.info.status == "KILLED" for one in runs if one is not run)
+
+
 def test_a_server_that_is_not_there_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow", reason='pip install "duoka[mlflow]"')
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")

@@ -72,6 +72,20 @@ def test_trackio_has_every_number_of_a_run_and_of_its_resume(tmp_path: Path) -> 
     assert "多卡 is| here 🎉" in json.dumps(rows[5]["samples"], ensure_ascii=False)
 
 
+def test_trackio_has_each_step_once_after_a_crash(tmp_path: Path) -> None:
+    """Steps that were thrown away stood beside those that were done again."""
+    pytest.importorskip("trackio", reason='pip install "duoka[trackio]"')
+    for first, last in ((1, 7), (5, 6), (5, 8)):
+        assert "warning" not in "".join(train("trackio", tmp_path / "run", first, last))
+    (path,) = (one for one in (tmp_path / "run" / "trackio").glob("*.db"))
+    with sqlite3.connect(path) as base:
+        found = base.execute("select step, metrics, run_name from metrics order by id").fetchall()
+    losses = [(step, json.loads(text).get("train/loss")) for step, text, name in found if name == "mine"]
+    assert [one for one in losses if one[1]] == [(step, 4.0 / step) for step in range(1, 9)]
+    others = {name for _, _, name in found} - {"mine"}
+    assert others == {"mine, went back to step 4", "mine, went back to step 4 (2)"}
+
+
 def test_swanlab_offline_has_every_number_and_needs_no_key(tmp_path: Path) -> None:
     pytest.importorskip("swanlab", reason='pip install "duoka[swanlab]"')
     told = train("swanlab", tmp_path / "run", 1, 3)

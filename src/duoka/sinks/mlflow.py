@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from duoka.sinks.sink import RunFacts, Sink, StepNumbers, as_number, eval_scalars, refuse_rest, step_scalars
 
-_ID_FILE = "duoka-run-id"
-_MOST_PARAMS, _MOST_LETTERS = 100, 5000  # of one call, and of one value: what servers take
+_ID_FILE, _SAMPLES = "duoka-run-id", "samples"
+_MOST_PARAMS, _MOST_METRICS, _MOST_LETTERS = 100, 1000, 5000  # of one call, and of one value: what servers take
 
 
 class MlflowSink(Sink):
@@ -35,12 +36,14 @@ class MlflowSink(Sink):
         path = folder / _ID_FILE
         known = path.read_text(encoding="utf-8").strip() if facts.goes_on and path.is_file() else ""
         self._id: str = os.environ.get("MLFLOW_RUN_ID") or known
+        self._id_file = path if facts.goes_on else None
         if self._id:
             self._client.update_run(self._id, status="RUNNING")
+            self._drop_after(facts.kept_steps)
         else:
             self._id = self._begin(facts)
+        self._remember_id()
         if facts.goes_on:
-            path.write_text(self._id, encoding="utf-8")
             say(f"MLflow: run {self._id} at {address}")
 
     def _begin(self, facts: RunFacts) -> str:
@@ -51,9 +54,51 @@ class MlflowSink(Sink):
 
         run_id: str = self._client.create_run(experiment, **{"run_name": facts.name, **facts.options}).info.run_id
         params = [Param(key, text[:_MOST_LETTERS]) for key, text in _flat(facts.config)]
-        for start in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(run_id, params=params[start : start + _MOST_PARAMS])
+        for some in _in_parts(params, _MOST_PARAMS):
+            self._client.log_batch(run_id, params=some)
         return run_id
+
+    def _remember_id(self) -> None:
+        if self._id_file is not None:
+            self._id_file.write_text(self._id, encoding="utf-8")
+
+    def _drop_after(self, step: int) -> None:
+        """MLflow forgets no number of a run. Where steps were thrown away, the run goes on as another with those that
+        count, and the old one lies below it, whole."""
+        if self._id_file is None or os.environ.get("MLFLOW_RUN_ID"):  # somebody else's run keeps its id
+            return
+        old = self._client.get_run(self._id)
+        histories = [self._client.get_metric_history(self._id, key) for key in old.data.metrics]
+        if all(one.step <= step for history in histories for one in history):
+            return
+        from mlflow.entities import Param
+
+        tags = {key: text for key, text in old.data.tags.items() if key != "mlflow.parentRunId"}
+        new = self._client.create_run(old.info.experiment_id, run_name=old.info.run_name, tags=tags).info.run_id
+        params = [Param(key, text) for key, text in old.data.params.items()]
+        for some in _in_parts(params, _MOST_PARAMS):
+            self._client.log_batch(new, params=some)
+        kept = [one for history in histories for one in history if one.step <= step]
+        for some in _in_parts(kept, _MOST_METRICS):
+            self._client.log_batch(new, metrics=some)
+        self._copy_samples(new, step)
+        self._client.update_run(self._id, name=f"{old.info.run_name}, went back to step {step}")
+        self._client.set_tag(self._id, "mlflow.parentRunId", new)
+        self._client.set_terminated(self._id, "KILLED")
+        self._id = new
+        self._remember_id()
+
+    def _copy_samples(self, new: str, last: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for file in self._client.list_artifacts(self._id, _SAMPLES):
+                if file.path <= _samples_file(last):
+                    self._client.log_artifact(
+                        new, self._client.download_artifacts(self._id, file.path, folder), _SAMPLES
+                    )
+
+    def event(self, type: str, step: int, values: Mapping[str, Any]) -> None:
+        if type == "resume":  # a rollback in the middle of a run
+            self._drop_after(step)
 
     def _draw(self, values: Mapping[str, float], step: int, options: Mapping[str, Any] | None = None) -> None:
         from mlflow.entities import Metric
@@ -70,7 +115,7 @@ class MlflowSink(Sink):
 
     def samples(self, step: int, pairs: Sequence[tuple[str, str]]) -> None:
         text = "\n\n".join(f"{one}|{text}" for one, text in pairs)
-        self._client.log_text(self._id, text, f"samples/step-{step:08d}.txt")
+        self._client.log_text(self._id, text, _samples_file(step))
 
     def scalars(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
         flat: dict[str, Any] = {}
@@ -95,6 +140,14 @@ class MlflowSink(Sink):
     @property
     def handle(self) -> Any:
         return self._client
+
+
+def _samples_file(step: int) -> str:
+    return f"{_SAMPLES}/step-{step:08d}.txt"
+
+
+def _in_parts(values: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+    yield from (values[start : start + most] for start in range(0, len(values), most))
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:

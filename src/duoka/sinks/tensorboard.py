@@ -14,18 +14,27 @@ class TensorBoardSink(Sink):
     trouble = "TensorBoard's file cannot be written"
 
     def open(self, facts: RunFacts, say: Callable[[str], None]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         folder = facts.folder / "tensorboard" if facts.goes_on else facts.folder / facts.name
         # Steps after the checkpoint that we go on from were thrown away: readers drop them at purge_step. Where nothing
         # had been saved, those are all.
         is_another_start = facts.goes_on and folder.is_dir() and any(folder.iterdir())
         purge = {"purge_step": facts.kept_steps + 1} if facts.kept_steps or is_another_start else {}
-        self._writer = SummaryWriter(str(folder), **{**purge, **facts.options})
+        self._options = {"log_dir": str(folder), **facts.options}
+        self._begin_file(purge)
         if facts.config:
             shown = json.dumps(dict(facts.config), indent=2, default=str, ensure_ascii=False)
             self._writer.add_text("config", "".join(f"    {line}\n" for line in shown.splitlines()), facts.kept_steps)
             self._writer.flush()
+
+    def _begin_file(self, purge: Mapping[str, int]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(**{**self._options, **purge})
+
+    def event(self, type: str, step: int, values: Mapping[str, Any]) -> None:
+        if type == "resume":  # a rollback in the middle of a run: only a new file says what is dropped
+            self._writer.close()
+            self._begin_file({"purge_step": step + 1})
 
     def step(self, now: StepNumbers) -> None:
         self._draw(step_scalars(now), now.step)
