@@ -37,7 +37,7 @@ def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) 
     """A rank of a world that a foreign launcher started, or duoka's launchers on several machines."""
     from duoka.cluster.join import RefusedElsewhere
     from duoka.cluster.run_lock import find_run_folder
-    from duoka.errors import DuokaError
+    from duoka.errors import DuokaError, StorageError
     from duoka.plan.hardware import read_machine
     from duoka.process.lifeline import launcher_speaks
     from duoka.process.place import RANK_0_SPEAKS_S, SaidElsewhere
@@ -56,11 +56,10 @@ def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) 
     run = find_run_folder(loaded)
     try:
         return _join_run(loaded, run, machine, place, quiet=quiet)
-    except RefusedElsewhere as error:
-        raise SaidElsewhere(error) if place.local_rank != 0 else error from None
     except DuokaError as error:
         if not quiet:
-            raise
+            is_of_machine = isinstance(error, (RefusedElsewhere, StorageError))
+            raise SaidElsewhere(error) if is_of_machine and place.local_rank != 0 else error from None
         write_failure(run, place.rank, error, 0)
         end_process(error.exit_code)
         raise
