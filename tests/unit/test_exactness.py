@@ -21,6 +21,7 @@ from duoka.parallel.apply import parallelize
 from duoka.parallel.mesh import build_mesh
 from duoka.plan.activations import activation_bytes_per_token
 from duoka.plan.layout import Layout
+from duoka.plan.own_attention import OWN_ATTENTION
 from duoka.plan.recipe import Work
 from duoka.plan.shape import demo_shape
 
@@ -122,6 +123,7 @@ def test_what_our_attention_does_not_know_is_padded_and_computed_by_the_models_o
     rows = choose_rows(run_config(folder), folder)
     assert not rows.packing and f"attention as model type {model_type}" in rows.notes[-1]
     assert ("scores of all pairs" in rows.notes[-1]) == (attention == "eager") == rows.writes_scores
+    assert OWN_ATTENTION[model_type] == rows.writes_scores, "what `duoka plan` knows without a copy"
     plain = demo_shape()
     kept = [activation_bytes_per_token(Work(one, None), Layout(), 100)[0] for one in (plain, rows.seen_in(plain))]
     assert kept[1] - kept[0] == 4 * plain.num_heads * 100 * rows.writes_scores

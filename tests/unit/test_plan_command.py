@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -13,6 +14,7 @@ from duoka.cli.plan import command
 from duoka.errors import ConfigError, Faults
 from duoka.plan import hardware
 from duoka.plan.hardware import Machine
+from duoka.plan.own_attention import OWN_ATTENTION
 
 GIB = 2**30
 YAML = """model: demo
@@ -230,3 +232,30 @@ def test_a_model_that_is_cut_is_whole_in_a_group_of_processes_and_not_in_each():
     """It said "2 processes, each with a whole model" of eight that hold a quarter each."""
     said = " ".join(plan("--params", "7B", "--on", "2x4xA100-80G@1x10GbE").output.split())
     assert "ddp2.pp4: 2 groups of 4 processes, each group with a whole model" in said
+
+
+def test_types_that_are_trained_by_their_own_attention_are_those_of_the_page():
+    """docs/models.md has what each type's copy was found to be."""
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| ")]
+    assert {row[1].strip() for row in rows if row[2].strip() == "padded, by its own attention"} == set(OWN_ATTENTION)
+
+
+def test_a_plan_counts_the_scores_of_attention_that_is_written_out(tmp_path, monkeypatch):
+    """A plan alone took duoka's attention and packed rows for each type, and a run then found the model's own."""
+    facts = {
+        "model_type": "bloom", "hidden_size": 2048, "n_layer": 24, "n_head": 16, "vocab_size": 4096,
+        "architectures": ["BloomForCausalLM"],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(facts), encoding="utf-8")
+    yaml = tmp_path / "a.yaml"
+    yaml.write_text(f"model: {tmp_path}\ndata: {{train: [identity], max_length: 2048}}\n", encoding="utf-8")
+    words = [yaml, "--on", "1xH100", "--json", "train.micro_batch=2048 tokens", "train.recompute=none"]
+    found = plan(*words)
+    assert "model type bloom is trained by its own attention, in padded rows, and keeps the scores" in found.stderr
+    own = json.loads(found.stdout)
+    assert own["layout"]["packing"] is False
+    monkeypatch.setattr("duoka.plan.own_attention.OWN_ATTENTION", {})
+    ours = json.loads(plan(*words).stdout)
+    assert own["memory"]["parts"]["activations"] > 2 * ours["memory"]["parts"]["activations"]
+    assert own["speed"]["parts"]["attention"] == pytest.approx(2 * ours["speed"]["parts"]["attention"]), "of all pairs"

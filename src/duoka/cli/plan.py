@@ -157,6 +157,7 @@ def _find_subject(
     from duoka.config.load import Start, load_config
     from duoka.data.dataset_lengths import find_lengths
     from duoka.plan.choose import check_machine
+    from duoka.plan.own_attention import as_computed
     from duoka.plan.shape import shape_from_config
 
     def check_here(config: RunConfig, base: Path) -> list[Fault]:
@@ -168,7 +169,10 @@ def _find_subject(
     for note in loaded.notes:
         click.echo(f"note: {note}", err=True)
     facts = read_model_facts(loaded.config.model, loaded.base)
-    return _Subject(loaded.config, shape_from_config(facts), find_lengths(loaded.config, loaded.base), facts)
+    config, shape, note = as_computed(loaded.config, shape_from_config(facts))
+    if note:
+        click.echo(f"note: {note}", err=True)
+    return _Subject(config, shape, find_lengths(loaded.config, loaded.base), facts)
 
 
 def _made_up_subject(path: str | None, overrides: tuple[str, ...], params: str | None, depth: int | None) -> _Subject:

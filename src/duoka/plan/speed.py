@@ -229,6 +229,8 @@ def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load, rate
     device = cluster.device
     cores = cluster.per_node if device.kind == "cpu" else 1
     matmul, attention = forward_flops_per_token(work.shape, round(load.length))
+    if work.shape.writes_scores:  # of all pairs, and what lies to the right is thrown away
+        attention *= 2
     cut = layout.tp * layout.pp * layout.sp / slowest_stage(work, layout)
     head = work.shape.num_head or work.shape.num_embedding
     matmul += cut * deepspeed.head_again(work, head, layout.tp)
@@ -253,8 +255,10 @@ def _attention_flops(work: Work, layout: Layout, cluster: Cluster, rates: Rates,
     device = cluster.device
     cores = cluster.per_node if device.kind == "cpu" else 1
     narrow = is_narrow(work, layout)
-    measured = device.half_attention if narrow else device.fp32_attention if layout.precision == "fp32" else 0.0
     near = rates.attention.get(device.generation, 0.5 * share)
+    if work.shape.writes_scores:  # by products alone, not by the kernels that were measured
+        return device.peak_flops(layout.precision) * near / cores
+    measured = device.half_attention if narrow else device.fp32_attention if layout.precision == "fp32" else 0.0
     if has_own_attention(work, layout):
         near = NARROW_ATTENTION if narrow else WIDE_ATTENTION
     return (measured or device.peak_flops(layout.precision) * near) / cores
