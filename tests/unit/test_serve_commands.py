@@ -125,6 +125,7 @@ def test_a_pipe_is_answered_line_by_line(
         (["chat", "./nowhere", "--prompt", "Hi"], "neither a run nor a model"),
         (["eval", "./nowhere"], "neither a run nor a model"),
         (["export", "./nowhere", "-o", "out"], "neither a run nor a model"),
+        (["chat", "mine.q8_0.gguf", "--prompt", "Hi"], "llama-server -m FILE serves the file itself"),
         (["export", "RUN", "-o", "."], "not empty"),
         (["export", "RUN", "-o", "new", "--checkpoint", "7"], "no checkpoint of step 7"),
         (["export", "RUN", "-o", "new", "--adapter", "--dtype", "bf16"], "an adapter keeps its own type"),
@@ -145,6 +146,7 @@ def test_a_wrong_command_is_refused_in_words(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "keep.txt").write_text("mine")
+    (tmp_path / "mine.q8_0.gguf").write_bytes(b"GGUF")
     names = {"RUN": str(finished.path), "MODEL": str(tiny_model)}
     assert duoka([names.get(word, word) for word in arguments]) == 2
     shown = capsys.readouterr()

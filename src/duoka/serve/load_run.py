@@ -101,7 +101,8 @@ def find_trained(name: str, *, step: int | None = None, say: Say) -> Trained:
     try:
         base = model_folder(ModelConfig(name=name), Path(), say)
     except ConfigError as error:
-        raise ConfigError(f"{name!r} is neither a run nor a model: {error.what}", fix=_list_runs()) from None
+        fix = error.fix if folder.is_file() else _list_runs()
+        raise ConfigError(f"{name!r} is neither a run nor a model: {error.what}", fix=fix) from None
     refuse_no_model(base)
     return Trained(name, base, str(base))
 
