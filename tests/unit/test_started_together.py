@@ -152,6 +152,20 @@ def test_what_all_ranks_would_refuse_is_printed_once(words: list[str], tmp_path:
     assert done.stderr.count("error:") == 1, done.stderr
 
 
+def test_what_one_rank_alone_finds_it_says_itself(tmp_path: Path) -> None:
+    """Nobody else would, and the others wait for it."""
+    (tmp_path / "a.yaml").write_text("model: ${env:NAME,demo}\ndata: {train: [identity]}\n", encoding="utf-8")
+    code = "import os, sys, time\nif os.environ['OMPI_COMM_WORLD_RANK'] == '0': time.sleep(15); sys.exit(0)\n"
+    code += (
+        "os.environ['NAME'] = './nowhere'\nsys.argv = ['duoka', 'train', 'a.yaml']\nfrom duoka.cli import main; main()"
+    )
+    (tmp_path / "mpirun.py").write_text(MPIRUN, encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, "mpirun.py", sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and "model.name is './nowhere'" in done.stderr, done.stderr
+
+
 def test_collectives_are_tested_between_the_processes_of_mpirun(tmp_path: Path) -> None:
     """Each started two of its own, and N reports were printed."""
     done = start_two(tmp_path, "comm", "test", "--size", "4 KiB", "--rounds", "1")

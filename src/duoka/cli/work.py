@@ -40,7 +40,7 @@ def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) 
     from duoka.errors import DuokaError, StorageError
     from duoka.plan.hardware import read_machine
     from duoka.process.lifeline import launcher_speaks
-    from duoka.process.place import RANK_0_SPEAKS_S, SaidElsewhere
+    from duoka.process.place import SaidElsewhere, let_first_speak
     from duoka.runs.failure import write_failure
 
     machine, quiet = read_machine(), launcher_speaks()
@@ -48,21 +48,19 @@ def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) 
         loaded = load_checked(
             config, overrides, machine, place.size, local_size=place.local_size, say=place.rank == 0 and not quiet
         )
-    except DuokaError as error:
-        if place.rank != 0:
-            time.sleep(RANK_0_SPEAKS_S)
-        # What its machine has, the first rank there has read too: MPICH's mpirun ends no others when one has said it.
-        raise SaidElsewhere(error) if place.rank != 0 and place.local_rank != 0 and not quiet else error from None
+    except DuokaError as error:  # MPICH's mpirun ends no others when one has said it
+        raise error if place.rank == 0 else let_first_speak(error, 0 if quiet else place.local_rank) from None
     run = find_run_folder(loaded)
     try:
         return _join_run(loaded, run, machine, place, quiet=quiet)
     except DuokaError as error:
-        if not quiet:
-            is_of_machine = isinstance(error, (RefusedElsewhere, StorageError))
-            raise SaidElsewhere(error) if is_of_machine and place.local_rank != 0 else error from None
-        write_failure(run, place.rank, error, 0)
-        end_process(error.exit_code)
-        raise
+        if quiet:
+            write_failure(run, place.rank, error, 0)
+            end_process(error.exit_code)
+        if isinstance(error, RefusedElsewhere) and place.local_rank != 0:
+            raise SaidElsewhere(error) from None
+        is_of_machine = isinstance(error, StorageError) and place.rank != 0
+        raise let_first_speak(error, place.local_rank) if is_of_machine else error from None
 
 
 def _join_run(loaded: Loaded, run: RunFolder, machine: Machine, place: RankEnvironment, *, quiet: bool) -> int:

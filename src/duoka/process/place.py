@@ -6,6 +6,7 @@ is a rank, where a command would be a launcher.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping, MutableMapping
@@ -18,6 +19,7 @@ from duoka.process.slurm import slurm_variables, task_of_several
 
 # Under a foreign launcher every rank finds the same fault: rank 0 prints it, and most launchers then end the others.
 RANK_0_SPEAKS_S = 3.0
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID")
 
 
 def adopt_place(env: MutableMapping[str, str]) -> None:
@@ -64,6 +66,32 @@ def let_rank_0_speak(env: Mapping[str, str] = os.environ) -> bool:
     if rank in ("", "0"):
         return False
     time.sleep(RANK_0_SPEAKS_S)
+    return True
+
+
+def let_first_speak(error: DuokaError, local_rank: int) -> DuokaError:
+    """What to raise in a rank other than 0 whose machine, and so the first rank on it, may have the same fault. That
+    one prints it and has left meanwhile; what a rank finds alone, it says itself."""
+    time.sleep(RANK_0_SPEAKS_S)
+    return SaidElsewhere(error) if local_rank != 0 and _first_has_left() else error
+
+
+def _first_has_left() -> bool:
+    """Whether the first of the ranks that were started here is no more. False where that cannot be seen."""
+    import psutil
+
+    try:
+        launcher = psutil.Process().parent()
+        while launcher is not None and any(name in launcher.environ() for name in _LOCAL_RANKS):  # a shell of this rank
+            launcher = launcher.parent()
+        if launcher is None:
+            return False
+        for one in launcher.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # also of one that has ended and is not yet taken leave of
+                if any(one.environ().get(name) == "0" for name in _LOCAL_RANKS):
+                    return False
+    except psutil.Error:
+        return False
     return True
 
 
