@@ -165,6 +165,21 @@ def test_finding_and_checking_import_no_torch(tiny_model):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_a_base_in_8_bits_is_refused_where_weights_are_cut(tmp_path, tiny_model):
+    """It ended in AttributeError: 'Parameter' object has no attribute 'CB'."""
+    folder = tmp_path / "quantized"
+    shutil.copytree(tiny_model, folder)
+    facts = json.loads((folder / "config.json").read_text())
+    for how, is_refused in (({"load_in_8bit": True}, True), ({"load_in_4bit": True, "load_in_8bit": False}, False)):
+        quantized = {"quantization_config": {"quant_method": "bitsandbytes", **how}}
+        (folder / "config.json").write_text(json.dumps(facts | quantized))
+        for strategy in ("zero3", "hsdp", "zero2", "auto"):
+            more = {"lora": LoraConfig(), "parallel": ParallelConfig(strategy=strategy)}
+            faults = check_model(config_of(str(folder)).model_copy(update=more), tmp_path)
+            assert bool(faults) is (is_refused and strategy in ("zero3", "hsdp")), (how, strategy)
+            assert all("in 8 bits" in one.what and "zero2" in one.fix for one in faults)
+
+
 def test_a_quantized_model_is_refused_under_dp_and_learns_by_adapters_alone(tmp_path, tiny_model):
     folder = tmp_path / "quantized"
     shutil.copytree(tiny_model, folder)

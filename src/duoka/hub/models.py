@@ -169,6 +169,9 @@ def _check_packed(config: RunConfig, folder: Path) -> list[Fault]:
     if method not in _PACKED:
         return []
     came = f"the weights of {name!r} came packed ({method})"
+    if isinstance(how, dict) and how.get("load_in_8bit") and config.parallel.strategy in ("zero3", "fsdp", "hsdp"):
+        what = f"parallel.strategy is {config.parallel.strategy}, and {came} in 8 bits, whose scales it cannot cut"
+        return [Fault(what, key="parallel.strategy", fix="write:   strategy: zero2   or   strategy: ddp")]
     if lora is None:
         what = f"{came}: they cannot be trained, and there is no lora block"
         fix = "write for example:   lora: {rank: 8}   or name the model that was packed"

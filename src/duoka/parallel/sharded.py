@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 from duoka.comm.world import World
 from duoka.config.schema import ParallelConfig
 from duoka.data.feed.loader import GlobalBatch
+from duoka.errors import ConfigError
 from duoka.model.build import GATHERED_HEAD, LossModel, find_core, named_part, use_head
 from duoka.model.layers import find_blocks, find_layers, is_transformer
 from duoka.model.value_head import ValueModel
@@ -53,6 +54,12 @@ class Sharded(Engine):
 
     def __init__(self, spec: EngineSpec) -> None:
         layout, bare = spec.layout, spec.bare
+        if layout.strategy in ("fsdp", "hsdp") and any(hasattr(one, "CB") for one in bare.parameters()):
+            raise ConfigError(  # strategy: auto may come here
+                f"parallel.strategy is {layout.strategy}, and the base is packed in 8 bits (bitsandbytes), whose scales "
+                "it cannot cut",
+                fix="write:   strategy: zero2   or   strategy: ddp",
+            )
         # Muon's matrices have an owner each where weights are whole on every rank.
         apart = spec.matrices if layout.strategy in ("zero1", "zero2") else ()
         self.sharded = apply_sharded(bare, layout, spec.parallel, spec.mesh, apart)
