@@ -56,8 +56,8 @@ class Sharded(Engine):
         layout, bare = spec.layout, spec.bare
         if layout.strategy in ("fsdp", "hsdp") and any(hasattr(one, "CB") for one in bare.parameters()):
             raise ConfigError(  # strategy: auto may come here
-                f"parallel.strategy is {layout.strategy}, and the base is packed in 8 bits (bitsandbytes), whose scales "
-                "it cannot cut",
+                f"parallel.strategy is {layout.strategy}, and the base is packed in 8 bits (bitsandbytes), whose "
+                "scales it cannot cut",
                 fix="write:   strategy: zero2   or   strategy: ddp",
             )
         # Muon's matrices have an owner each where weights are whole on every rank.
