@@ -199,6 +199,16 @@ def test_an_unknown_type_is_counted_like_a_llama_and_says_so():
     assert not mixed.exact and mixed.experts.num_experts == 8
 
 
+@pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba", "rwkv", "nemotron_h", "gemma3n_text"])
+def test_states_without_heads_and_layers_of_several_widths_have_a_size_too(model_type):
+    """They are trained, docs/models.md says: runs of them were refused, because their size was unknown."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type)
+    shape = shape_from_config(config.to_dict())
+    assert not shape.exact and shape.num_layers == config.num_hidden_layers and shape.num_heads >= 1
+
+
 @pytest.mark.parametrize(
     ("facts", "word"),
     [

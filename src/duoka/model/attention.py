@@ -185,8 +185,17 @@ def _attend_rows(
         return attend_document(query, key, value, how).transpose(1, 2)
     if has_kernel_for(query, how):
         return attend_all_documents(query, key, value, documents, how.scaling, how.window)
-    # One call per document: a quadratic cost of each document's length instead of the whole row's. Split, not sliced:
-    # the gradient of a slice is as large as the row.
+    if torch.compiler.is_compiling() and query.device.type == "cpu":
+        uncompiled: torch.Tensor = _attend_apart_uncompiled(query, key, value, documents, how)
+        return uncompiled
+    return _attend_apart(query, key, value, documents, how)
+
+
+def _attend_apart(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, how: Scoring
+) -> torch.Tensor:
+    """One call per document: a quadratic cost of each document's length instead of the whole row's."""
+    # Split, not sliced: the gradient of a slice is as large as the row.
     lengths = documents.lengths.tolist()
     apart = zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True)
     if how.drop is None:
@@ -194,6 +203,11 @@ def _attend_rows(
     starts = itertools.accumulate(lengths, initial=0)
     parts = [attend_document(*one, how, start).transpose(1, 2) for one, start in zip(apart, starts, strict=False)]
     return torch.cat(parts, dim=1)
+
+
+# A compiler is shown no loop over documents: it asks for their number, which ends its graph, and then makes the body
+# anew for lengths of 0, 1 and more, with a window and without, until torch's limit of 8 is reached. A CPU gains nothing.
+_attend_apart_uncompiled = torch.compiler.disable(_attend_apart)
 
 
 def _attend_together(

@@ -31,7 +31,7 @@ inline bf16 narrow(float x) { return bf16(rounded(x) >> 16); }
 inline void put(bf16* at, float x) { *at = narrow(x); }
 inline void put(float* at, float x) { *at = x; }
 
-inline float exponential(float x) {  // to 2 units in the last place; 0 below -87
+inline float exponential(float x) {  // to 2 units in the last place; 0 below -87, infinite above 88
   float y = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
   float n = std::floor(y * 1.44269504f + 0.5f);
   float r = y - n * 0.693359375f + n * 2.12194440e-4f;
@@ -45,7 +45,7 @@ inline float exponential(float x) {  // to 2 units in the last place; 0 below -8
   u32 bits = u32(std::int32_t(n) + 127) << 23;
   float scale;
   std::memcpy(&scale, &bits, 4);
-  return x < -87.0f ? 0.0f : p * scale;
+  return x < -87.0f ? 0.0f : x > 88.0f ? INFINITY : p * scale;
 }
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }

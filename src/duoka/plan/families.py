@@ -304,6 +304,10 @@ def with_usual_names(facts: Mapping[str, Any]) -> dict[str, Any]:
         named["num_key_value_heads"] = (facts.get("num_kv_heads") or heads) if is_new else 1
     if facts.get("multi_query") is False and not is_new:
         named["num_key_value_heads"] = heads
+    if isinstance(kinds := facts.get("layers_block_type"), list):  # all that transformers writes of Nemotron-H's
+        named.setdefault("num_hidden_layers", len(kinds))
+    if isinstance(widths := named.get("intermediate_size"), list):  # of each layer (Gemma 3n)
+        named["intermediate_size"] = max(widths, default=0)
     return named
 
 
@@ -314,7 +318,8 @@ def guess_family(facts: Mapping[str, Any]) -> Family:
         found = (name for name in names if isinstance(facts.get(name), int) and facts[name] > 0)
         return next(found, otherwise)
 
-    guess = replace(UNKNOWN, latent=all(facts.get(name) for name in _LATENT))
+    # Layers with states in place of attention (Mamba, RWKV) have no heads.
+    guess = replace(UNKNOWN, latent=all(facts.get(name) for name in _LATENT), defaults={"num_attention_heads": 1})
     count = first(EXPERT_COUNTS, "")
     if not count:
         return guess
@@ -325,7 +330,8 @@ def guess_family(facts: Mapping[str, Any]) -> Family:
         shared="size" if facts.get("shared_expert_intermediate_size") else "count",
         dense="first" if facts.get("first_k_dense_replace") else "step" if step else "none",
     )
-    return replace(guess, experts=keys, defaults={"num_experts_per_tok": facts.get(first(_ACTIVE, ""), 2)})
+    active = {"num_experts_per_tok": facts.get(first(_ACTIVE, ""), 2)}
+    return replace(guess, experts=keys, defaults={**guess.defaults, **active})
 
 
 def is_usual(facts: Mapping[str, Any], hidden: int) -> bool:
