@@ -136,7 +136,8 @@ def cpu_computes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     def force(precision: str) -> None:
         flag = {"fp32": "", "bf16": "avx512_bf16"}[precision]
-        monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+        for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+            monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr("duoka.plan.hardware.read_cpu", lambda: ("a CPU of the tests", flag))
 
     return force

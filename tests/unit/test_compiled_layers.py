@@ -52,11 +52,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "why_no_launch", lambda *how, **more: "")
 
 
-def build(family: str) -> LossModel:
+def build(family: str, **more: Any) -> LossModel:
     register_attention()
     config, kind = FAMILIES[family]
     torch.manual_seed(0)
-    return LossModel(kind(config(**SIZES, attn_implementation=NAME))).train()
+    return LossModel(kind(config(**SIZES, **more, attn_implementation=NAME))).train()
 
 
 def batch(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -107,6 +107,25 @@ def test_a_layer_is_one_graph_that_serves_all_packed_rows(family, row_tokens, ke
     assert not counters["graph_break"], dict(counters["graph_break"])
     assert 0 < first <= 2, "more than one graph a layer"
     assert len(traced) == first, "compiled again for another number of documents"
+    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one.grad, two.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_of_each_document_on_a_cpu_is_not_compiled(family, traced) -> None:
+    """It was made anew for lengths of 1 and more, with a window and without, until torch said that it gives up."""
+    window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1} if family == "qwen3" else {}
+    model, plain = build(family, **window), build(family, **window)
+    compiled(model, 0, compile=True)
+    first = 0
+    for lengths in ((11, 29), (40,), (3, 5, 30, 2), (1, 1, 1), (8,) * 70):
+        ours, _ = model(**batch(lengths))
+        want, _ = plain(**batch(lengths))
+        ours.backward()
+        want.backward()
+        first = first or len(traced)
+        assert abs(float(ours) / float(want) - 1) < 1e-5
+    assert 0 < first <= 2 and len(traced) == first, "compiled again"
     for one, two in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(one.grad, two.grad, rtol=1e-4, atol=1e-5)
 
@@ -223,12 +242,30 @@ def test_a_machine_without_gpus_and_the_plan_s_launches() -> None:
 
     (fault,) = check_machine(config(GRAPHS), Machine(8, 2**36, 2**35), 1)
     assert fault.key == "train.compile" and "no GPU" in fault.what
+    assert not check_machine(config(True), Machine(8, 2**36, 2**35), 1)
     gpu = Machine(16, 2**38, 2**37, gpus=(Gpu("H100", 80 * 2**30, 79 * 2**30, 9.0),))
     plans = {how: make_plan(config(how), demo_shape(), gpu, 1) for how in (False, True, GRAPHS)}
     times = [plans[how].speed.step_s for how in (False, True, GRAPHS)]
     assert times == sorted(times, reverse=True) and times[0] > times[2]
     assert any("not been measured" in note for note in plans[GRAPHS].notes)
     assert SimpleNamespace(**plans[GRAPHS].layout.to_json()).compile == GRAPHS
+
+
+def test_without_the_compiler_that_torch_asks_for_layers_are_not_compiled(monkeypatch) -> None:
+    """What a run said of it was the traceback of its first step, a hundred lines of torch's."""
+    from duoka.config.schema import RunConfig
+    from duoka.plan.choose import check_machine
+    from duoka.plan.hardware import read_machine
+
+    config = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"]}, "train": {"compile": True}})
+    found = [
+        check_machine(config, read_machine({"CUDA_VISIBLE_DEVICES": "", **env}), 1)
+        for env in ({"CXX": sys.executable}, {"CXX": "no-compiler-of-that-name"})
+    ]
+    assert not found[0] and found[1][0].key == "train.compile" and "no-compiler-of-that-name" in found[1][0].what
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    (fault,) = check_machine(config, read_machine({"CUDA_VISIBLE_DEVICES": ""}), 1)
+    assert "C++ compiler" in fault.what and "compile: false" in fault.fix
 
 
 # Memory behind a mask was written: seen when it is freed, in a process of its own.

@@ -60,6 +60,15 @@ def test_a_cpu_kept_from_its_bf16_does_not_compute_it(monkeypatch, highest, nati
     assert ("ONEDNN_MAX_CPU_ISA=" in machine.bf16_reason) != native
 
 
+def test_the_older_name_of_that_setting_counts_where_the_newer_is_not_set(monkeypatch):
+    """As in torch's oneDNN: bf16 was taken, and emulated at a quarter of fp32's speed."""
+    monkeypatch.setattr("duoka.plan.hardware.read_cpu", lambda: ("A fine CPU", "amx_bf16"))
+    older = {"CUDA_VISIBLE_DEVICES": "", "DNNL_MAX_CPU_ISA": "AVX2"}
+    machine = read_machine(env={**older, "ONEDNN_MAX_CPU_ISA": ""})
+    assert not machine.has_native_bf16 and "DNNL_MAX_CPU_ISA=AVX2" in machine.bf16_reason
+    assert read_machine(env={**older, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}).has_native_bf16
+
+
 def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

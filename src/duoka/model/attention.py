@@ -206,7 +206,7 @@ def _attend_apart(
 
 
 # A compiler is shown no loop over documents: it asks for their number, which ends its graph, and then makes the body
-# anew for lengths of 0, 1 and more, with a window and without, until torch's limit of 8 is reached. A CPU gains nothing.
+# anew for lengths of 1 and more, with a window and without, until torch's limit of 8 is reached. A CPU gains nothing.
 _attend_apart_uncompiled = torch.compiler.disable(_attend_apart)
 
 

@@ -25,7 +25,7 @@ from duoka.config.trackers import TRACKERS
 from duoka.errors import Fault
 from duoka.plan.axes import axes_of, check_axes, data_ranks, stages_per_rank, why_exchange
 from duoka.plan.catalog import Cluster, cluster_of, match_gpu
-from duoka.plan.compiler import has_aio
+from duoka.plan.compiler import INSTALL, has_aio
 from duoka.plan.fill_in import fill_in
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout, Precision
@@ -70,9 +70,7 @@ def check_machine(
     if config.parallel.offloads.activations == "host" and machine.device == "cpu":
         what = "parallel.offload has activations: host, and on a CPU they lie in host memory already"
         faults.append(Fault(what, key="parallel.offload.activations", fix="write:   activations: disk   or delete it"))
-    if config.train.compile == GRAPHS and machine.device == "cpu":
-        what = f"train.compile is {GRAPHS}, which records CUDA graphs, and this machine has no GPU"
-        faults.append(Fault(what, key="train.compile", fix="write:   compile: true   or   compile: false"))
+    faults += _check_compile(config, machine)
     if config.parallel.engine == "deepspeed" and is_quantized(config.parallel) and not has_quantizer(machine):
         what = f"parallel.compress is {config.parallel.compress}, {NO_QUANTIZER}"
         faults.append(Fault(what, key="parallel.compress", fix=WITHOUT_QUANTIZER))
@@ -91,6 +89,18 @@ def check_machine(
         what = f"{here} processes are asked for on this machine, and it has {len(machine.gpus)} GPUs"
         faults.append(Fault(what, fix=f"start one process per GPU: --nproc {len(machine.gpus)}"))
     return faults
+
+
+def _check_compile(config: RunConfig, machine: Machine) -> list[Fault]:
+    if not config.train.compile or machine.device != "cpu":
+        return []
+    if config.train.compile == GRAPHS:
+        what = f"train.compile is {GRAPHS}, which records CUDA graphs, and this machine has no GPU"
+        return [Fault(what, key="train.compile", fix="write:   compile: true   or   compile: false")]
+    if not machine.no_layers:
+        return []
+    fix = f"{INSTALL}, or name another in CXX, or write:   compile: false"
+    return [Fault(f"train.compile is true: {machine.no_layers}", key="train.compile", fix=fix)]
 
 
 def has_quantizer(machine: Machine) -> bool:

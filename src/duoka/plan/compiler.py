@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 
 SWITCH = "DUOKA_NATIVE"  # 0: none are compiled
@@ -23,6 +24,14 @@ def has_kernels(env: Mapping[str, str] = os.environ) -> bool:
 def find_compiler(env: Mapping[str, str] = os.environ) -> str | None:
     names = (env.get("CXX"), "g++", "clang++")
     return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def why_no_layers(env: Mapping[str, str] = os.environ) -> str:
+    """Why torch.compile makes nothing for this machine's CPU; "": it does. It asks for one compiler, and no other."""
+    if sys.platform == "win32":
+        return ""
+    name = env.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    return "" if shutil.which(name) else f"torch.compile needs a C++ compiler for a CPU, and there is no {name!r} here"
 
 
 def has_aio(env: Mapping[str, str] = os.environ) -> bool:

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from duoka.plan.compiler import has_kernels
+from duoka.plan.compiler import has_kernels, why_no_layers
 from duoka.plan.gpu_packages import why_no_liger, why_no_triton
 from duoka.plan.heap import has_allocator
 
 # Instructions that multiply bf16 matrices in hardware. Without them bf16 is emulated, and slower than fp32.
 _CPU_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
-# Values of ONEDNN_MAX_CPU_ISA that keep torch from using them.
+# Where oneDNN, torch's library of products, is told the highest that it may use: the first of these that is set.
+_HIGHEST = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _BELOW_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 _BF16_CAPABILITY = 8.0  # Ampere, 2020
 
@@ -49,6 +50,7 @@ class Machine:
     disk_free_bytes: int | None = None  # where a run offloads to; None: not looked at
     threads_per_rank: int = 0  # OMP_NUM_THREADS; 0: not set, so that ranks share all cores
     has_kernels: bool = True  # compiled ones, on CPUs
+    no_layers: str = ""  # why torch.compile compiles none, on CPUs
     has_allocator: bool = True  # tcmalloc or jemalloc, for ranks on CPUs
     no_liger: str = ""  # why Liger's kernels are not there for GPUs
     no_triton: str = ""
@@ -125,7 +127,8 @@ def read_machine(env: Mapping[str, str] = os.environ) -> Machine:
     return Machine(
         _usable_cores(), total, available, cpu_name, cpu_bf16, gpus, notes, _bf16_hindrance(cpu_bf16, env),
         threads_per_rank=int(threads) if threads.isdigit() else 0, has_kernels=has_kernels(env),
-        has_allocator=has_allocator(env), no_liger=why_no_liger(env), no_triton=why_no_triton(),
+        no_layers=why_no_layers(env), has_allocator=has_allocator(env), no_liger=why_no_liger(env),
+        no_triton=why_no_triton(),
     )  # fmt: skip
 
 
@@ -152,8 +155,8 @@ def read_cpu(path: Path = Path("/proc/cpuinfo")) -> tuple[str, str]:
 
 
 def _bf16_hindrance(cpu_bf16: str, env: Mapping[str, str]) -> str:
-    highest = env.get("ONEDNN_MAX_CPU_ISA", "").upper()
-    return f"ONEDNN_MAX_CPU_ISA={highest}" if cpu_bf16 and highest in _BELOW_BF16 else ""
+    name = next((name for name in _HIGHEST if env.get(name)), "")
+    return f"{name}={env[name]}" if name and cpu_bf16 and env[name].upper() in _BELOW_BF16 else ""
 
 
 def has_cpu_bf16(env: Mapping[str, str] = os.environ) -> bool:
