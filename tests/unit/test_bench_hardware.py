@@ -19,6 +19,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware, "WRITTEN_BYTES", 2**20)
     monkeypatch.setattr(hardware, "PASSES_FOR_S", 0.0)
     monkeypatch.setattr(hardware, "DOCUMENTS", (5, 17))
+    monkeypatch.setattr(hardware, "ROWS", 24)
     monkeypatch.chdir(tmp_path)
 
 
@@ -37,6 +38,8 @@ def test_what_is_measured_is_what_the_plan_takes(tmp_path, monkeypatch):
         assert 0 < cluster.device.threads_share == facts["threads_share"] <= 1
     assert cluster.device.fp32_attention == facts["fp32_attention"] > 0
     assert cluster.device.half_attention == facts["half_attention"] > 0
+    assert cluster.device.half_trained == facts["half_trained"] > 0
+    assert cluster.device.half_frozen == facts["half_frozen"] > 0
     assert cluster.disk_bytes_per_s == facts["disk_bytes_per_s"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["own"], "the disk's trial file is left behind"
     assert "guess" not in " ".join(cluster.notes)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from duoka.config.schema import TrainOnlyConfig
+from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.model.freeze import apply_train_only
 from duoka.plan.catalog import parse_cluster
 from duoka.plan.crossval import cross_validate
@@ -203,6 +203,25 @@ def test_attention_on_a_cpu_takes_as_long_as_it_was_measured_to(precision, compi
     else:
         looked_at = 4 * 32 * 4096 * 2048 * (512 + 1) / 2
         assert (once, twice) == pytest.approx((3.5 * looked_at / flops, 3.5 * looked_at / flops / 2))
+
+
+@pytest.mark.parametrize(
+    ("precision", "lora", "reached"),
+    [("bf16", False, 0.4), ("bf16", True, 0.7), ("fp32", False, None), ("fp32", True, None)],
+)
+def test_products_on_a_cpu_take_as_long_as_a_layers_were_measured_to(precision, lora, reached):
+    """And never less than by the largest product alone, which is what else is measured."""
+    work, load = Work(LLAMA_8B, LoraConfig(rank=8) if lora else None, "cpu"), Load(1, 2048, 512, 2048)
+    cluster, layout = replace(NODES, num_nodes=1, per_node=1), Layout(precision=precision)
+    bare = replace(NODES.device, generation="cpu", measured=True, half_flops=1e12, fp32_flops=2e11)
+
+    def seconds(**measured):
+        device = replace(bare, **measured)
+        return estimate_speed(work, layout, replace(cluster, device=device), load).parts["matrix products"]
+
+    slow = seconds(half_trained=0.4e12, half_frozen=0.7e12)
+    assert slow == pytest.approx(seconds() * (1 if reached is None else 0.92 / reached))
+    assert seconds(half_trained=2e12, half_frozen=2e12) == seconds()
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ WRITTEN_BYTES = 256 * 2**20
 PASSES_FOR_S = 2.0
 DOCUMENTS = (96, 160, 224, 288, 352, 416, 480, 512)  # tokens of each: conversations in one packed row
 HEADS, GROUPS, HEAD_DIM = 12, 4, 64
+ROWS, WIDTH, INNER = 1365, 768, 2048  # tokens of a micro-batch, of any number, through a layer's two largest products
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class HardwareBench:
     memory_bytes_per_s: float
     threads_share: float | None = None  # of a CPU with several cores
     attention: Mapping[str, float] = field(default_factory=dict)  # of a CPU: flops per second of both passes, by type
+    layer: Mapping[str, float] = field(default_factory=dict)  # bf16 products on a CPU, of "trained", "frozen" weights
 
     def best(self, precision: str) -> float:
         return max((one.flops for one in self.products if one.precision == precision), default=0.0)
@@ -71,8 +73,29 @@ def measure_device(device: torch.device, limit_s: float = 20.0, say: Callable[[s
     attention = {"fp32": _attention_flops(torch.float32), "bf16": _attention_flops(torch.bfloat16)}
     for precision, flops in attention.items():
         say(f"{precision} attention over {len(DOCUMENTS)} documents: {_in_words(flops)}")
+    layer = _layer_flops(torch.bfloat16)
+    for weights, flops in layer.items():
+        say(f"bf16 products of a layer of {weights} weights, there and back: {_in_words(flops)}")
     share = _threads_share(say) if torch.get_num_threads() > 1 else None
-    return HardwareBench(tuple(products), bandwidth, share, attention)
+    return HardwareBench(tuple(products), bandwidth, share, attention, layer)
+
+
+def _layer_flops(dtype: torch.dtype) -> dict[str, float]:
+    """Of products as they lie in both passes: where a unit multiplies tiles, turning one side costs as much again."""
+    rows, slope, first, second = (
+        torch.randn(*shape).to(dtype) for shape in ((ROWS, WIDTH), (ROWS, INNER), (INNER, WIDTH), (WIDTH, INNER))
+    )
+
+    def frozen() -> None:
+        (rows @ first.t()) @ second.t()
+        (rows @ second) @ first
+
+    def trained() -> None:
+        frozen()
+        slope.t() @ rows, rows.t() @ slope
+
+    one = 2 * ROWS * WIDTH * INNER
+    return {"trained": 6 * one / _median_s(trained), "frozen": 4 * one / _median_s(frozen)}
 
 
 def _attention_flops(dtype: torch.dtype) -> float:

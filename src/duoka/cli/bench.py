@@ -104,6 +104,8 @@ def _facts(machine: Machine, found: HardwareBench) -> dict[str, Any]:
         "threads_share": found.threads_share,
         "fp32_attention": found.attention.get("fp32"),
         "half_attention": found.attention.get("bf16"),
+        "half_trained": found.layer.get("trained"),
+        "half_frozen": found.layer.get("frozen"),
         "products": [vars(one) for one in found.products],
     }
 

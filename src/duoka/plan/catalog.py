@@ -31,7 +31,7 @@ CPU_CORE_TFLOPS = {
     "": (0.06, EMULATED_BF16 * 0.06),
     "bf16": (0.06, 0.12),
     "avx512_bf16": (0.09, 0.2),
-    "amx_bf16": (0.1, 0.48),
+    "amx_bf16": (0.1, 0.38),
 }
 # What a node has beside its GPUs, when only GPUs are named: about what cloud nodes have for each.
 HOST_BYTES_PER_GPU = 128 * GIB
@@ -69,6 +69,8 @@ class Device:
     fp8_flops: float = 0.0  # dense e4m3, summed in fp32; 0: there are no such products
     fp32_attention: float = 0.0  # flops per second of attention where they were measured, of both passes; 0: not
     half_attention: float = 0.0  # of duoka's own kernel, on CPUs
+    half_trained: float = 0.0  # of a CPU's 16-bit products in both passes, with weights' gradients, where measured
+    half_frozen: float = 0.0  # without
 
     def peak_flops(self, precision: str) -> float:
         """Of attention and the head, and what MFU compares with: in fp8 too it is the peak of bf16."""
@@ -345,6 +347,8 @@ def _overlay(cluster: Cluster, own: Mapping[str, Any]) -> Cluster:
             threads_share=min(1.0, float(own.get("threads_share") or 1.0)),
             fp32_attention=float(own.get("fp32_attention") or 0.0),
             half_attention=float(own.get("half_attention") or 0.0),
+            half_trained=float(own.get("half_trained") or 0.0),
+            half_frozen=float(own.get("half_frozen") or 0.0),
             source="measured by duoka bench hardware" if has_peaks else device.source,
             measured=has_peaks,
         )

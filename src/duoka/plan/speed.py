@@ -29,6 +29,7 @@ from duoka.plan.offload import disk_seconds, moved_bytes
 from duoka.plan.pipeline import PassTimes, bubble
 from duoka.plan.recipe import Work, shares, slowest_stage
 from duoka.plan.recompute import part_of_layers
+from duoka.plan.shape import adapted_linears
 from duoka.plan.traffic import Exchange, traffic
 
 
@@ -211,14 +212,17 @@ def estimate_speed(work: Work, layout: Layout, cluster: Cluster, load: Load, *, 
         exposed_s=exposed,
         limit=_limit(parts, exchanges, cluster, step),
         is_measured=cluster.is_measured,
-        efficiency=matmul_share(cluster, load.tokens, rates),
+        efficiency=_matmul_share(work, layout, cluster, load.tokens, rates),
     )
 
 
-def matmul_share(cluster: Cluster, tokens: float, rates: Rates) -> float:
+def _matmul_share(work: Work, layout: Layout, cluster: Cluster, tokens: float, rates: Rates) -> float:
     """Share of the peak that products of a micro-batch of so many tokens reach."""
     device = cluster.device
     measured = CPU_MEASURED_SHARE if device.kind == "cpu" else MEASURED_SHARE
+    reached = 0.0 if layout.precision == "fp32" else device.half_frozen if work.lora else device.half_trained
+    if reached:
+        measured = min(measured, reached / device.half_flops)
     best = measured if device.measured else rates.matmul.get(device.generation, 0.5)
     best *= device.threads_share
     return best / (1 + rates.half_tokens / max(1.0, tokens)) if device.kind == "cuda" else best
@@ -236,18 +240,28 @@ def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load, rate
     matmul += cut * deepspeed.head_again(work, head, layout.tp)
     kept, _ = activation_bytes_per_token(work, layout, round(load.length))
     touches = rates.touches * (COMPILED_TOUCHES if layout.compile else 1.0)
+    if device.kind == "cpu" and work.lora is not None:
+        kept += _thin_bytes(work, layout) / touches
     touched = touches * kept * work.shape.num_layers * slowest_stage(work, layout) / layout.pp / layout.sp
     if layout.precision == "fp8":
         per_token, per_pass = rounding_bytes(work.shape)
         # Both passes' together, of which the backward pass is counted below as twice the forward pass.
         rounded = (per_token + per_pass / max(1.0, load.tokens)) / (1 + TOUCHES_BACKWARD)
         touched += rounded * (COMPILED_TOUCHES if layout.compile else 1.0) / cut
-    share = matmul_share(cluster, load.tokens / layout.sp, rates)
+    share = _matmul_share(work, layout, cluster, load.tokens / layout.sp, rates)
     return (
         load.tokens * _products(work, layout, cluster, matmul) / cut / share,
         load.tokens * attention / cut / _attention_flops(work, layout, cluster, rates, share),
         load.tokens * touched * cores / (device.memory_bytes_per_s * MEMORY_SHARE),
     )
+
+
+def _thin_bytes(work: Work, layout: Layout) -> float:
+    """Of a token in a layer: adapters' products read what comes in, and what goes out is read and written once more.
+    On GPUs the rates fitted to published runs have that in them."""
+    assert work.lora is not None
+    numbers = sum(one.num_in + 2 * one.num_out for one in adapted_linears(work.shape, work.lora))
+    return (4.0 if layout.precision == "fp32" else 2.0) * numbers
 
 
 def _attention_flops(work: Work, layout: Layout, cluster: Cluster, rates: Rates, share: float) -> float:
