@@ -175,12 +175,15 @@ def estimate_speed(work: Work, layout: Layout, cluster: Cluster, load: Load, *, 
         work, layout, cluster.per_node, accumulation=max(1, round(load.accumulation)), tokens=round(load.tokens)
     )  # fmt: skip
     count = load.accumulation
+    share = shares(work, layout)[0]
     compute = count * (forward * (1 + work.looks) + backward + again)
+    if device.kind == "cpu":
+        touched = _weight_bytes(work, layout, count) * share.trainable * cores
+        compute += touched / (device.memory_bytes_per_s * MEMORY_SHARE)
     exposed, whole = _exposed(exchanges, cluster, layout, count, forward, backward + again, work.shape.num_layers)
     later = _weights_seconds(work, matmul_s)
     times = PassTimes(forward * (1 + work.looks), backward + again - later, later)
     waits = compute * bubble(layout.schedule, layout.pp, layout.virtual, count, times)
-    share = shares(work, layout)[0]
     state = share.trainable / (layout.state_ranks if layout.is_sharded else 1)
     optimizer = OPTIMIZER_BYTES * state * cores / (device.memory_bytes_per_s * MEMORY_SHARE)
     if layout.offload != "none" and device.kind == "cuda":
@@ -254,6 +257,14 @@ def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load, rate
         load.tokens * attention / cut / _attention_flops(work, layout, cluster, rates, share),
         load.tokens * touched * cores / (device.memory_bytes_per_s * MEMORY_SHARE),
     )
+
+
+def _weight_bytes(work: Work, layout: Layout, count: float) -> float:
+    """Of a trained weight in a step of `count` micro-batches: each narrows it and widens its gradient, and adds it to
+    the sum but for the first. On GPUs the fitted rates have that in them."""
+    if work.lora is not None or work.narrow_weights:
+        return 0.0
+    return (0.0 if layout.precision == "fp32" else 12.0 * count) + 12.0 * max(0.0, count - 1)
 
 
 def _thin_bytes(work: Work, layout: Layout) -> float:
