@@ -47,7 +47,7 @@ export function emptyFolder() {
 function wentBack(now) {
   const { num_restarts: starts, num_rollbacks: backs } = now;
   const parts = [starts && say("restarts", starts), backs && say("rollbacks", backs)].filter(Boolean);
-  return parts.length ? [...parts, say("lost", count(now.num_lost))].join(", ") : "";
+  return parts.length ? [...parts, say("steps_lost", count(now.num_lost))].join(", ") : "";
 }
 
 export function overview(now, actions) {

@@ -16,7 +16,7 @@ const WORDS = {
   age: ["last sign of life", "最近一次活动"], ago: ["{0} ago", "{0}前"], speed: ["Speed", "速度"], plan: ["plan {0}", "计划 {0}"],
   memory: ["Peak memory per rank", "每个 rank 的峰值内存"], cost: ["Cost", "费用"], processes: ["processes", "进程"], lr_is: ["learning rate {0}", "学习率 {0}"],
   spent: ["Training time", "训练时间"], restarts: ["restarts: {0}", "重启 {0} 次"],
-  rollbacks: ["rollbacks: {0}", "回退 {0} 次"], lost: ["steps lost: {0}", "丢失 {0} 步"],
+  rollbacks: ["rollbacks: {0}", "回退 {0} 次"], steps_lost: ["steps lost: {0}", "丢失 {0} 步"],
   ranks: ["Ranks", "Rank"], events: ["Events", "事件"], texts: ["Texts", "文本"], logs: ["Logs", "日志"], differences: ["Differences", "差异"],
   where: ["Where the time of the last steps goes", "最近几步的时间分布"],
   rollouts: ["rollouts", "生成回答"], data: ["data", "数据"], forward: ["forward", "前向"], backward: ["backward", "反向"], wait: ["wait", "等待"], optimizer: ["optimizer", "优化器"],
