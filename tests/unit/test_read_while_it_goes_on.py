@@ -8,11 +8,13 @@ from test_checkpoint import make_contents, save_at, store  # noqa: F401
 
 import duoka.store.resume
 from duoka import cli
+from duoka.comm.world import World
 from duoka.errors import ConfigError
 from duoka.process.lifeline import PARENT_PID
 from duoka.process.rank import LOGS_FOLDER
 from duoka.runs.failure import read_failures
 from duoka.runs.folder import RunFolder
+from duoka.serve import embed, evaluate, score, score_tasks
 from duoka.serve.load_run import agree_on_checkpoint, find_trained, load_trained
 from duoka.serve.run_checkpoint import find_checkpoint
 
@@ -89,3 +91,27 @@ def test_all_ranks_read_the_checkpoint_of_rank_0(run):
     shutil.rmtree(run.checkpoints / "step-00000005")
     with pytest.raises(ConfigError, match="step-00000005 was removed while it was read"):
         agree_on_checkpoint(Second(), trained)
+
+
+WORKS = {
+    "eval": (evaluate, lambda trained, out: evaluate.evaluate_in(World(), trained, None)),
+    "score": (score, lambda trained, out: score.score(trained, None, out)),
+    "embed": (embed, lambda trained, out: embed.embed(trained, ["a"], out, max_length=8)),
+    "tasks": (score_tasks, lambda trained, out: score_tasks.score_tasks(trained, None, out, say=quiet)),
+}
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_what_ranks_agreed_on_is_what_each_command_reads(name, run, tmp_path, monkeypatch):
+    class Read(Exception):
+        pass
+
+    class Agreed:
+        def __getattr__(self, part):
+            raise Read(part)
+
+    module, start = WORKS[name]
+    monkeypatch.setattr(module, "agree_on_checkpoint", lambda world, trained: Agreed())
+    monkeypatch.setattr(score_tasks, "find_asked", lambda asked: [])
+    with pytest.raises(Read):
+        start(find_trained(str(run.path), say=quiet), tmp_path / "out")

@@ -247,8 +247,7 @@ def _run_rank(
         told.send((time.time(), "", ""))  # a rank's own clock says who left first
     except KeyboardInterrupt:  # the terminal's Ctrl-C reaches all; who started them says so
         _leave(128 + signal.SIGINT)
-    # A rank's outermost frame: whatever it was, the parent says it.
-    except Exception as error:
+    except Exception as error:  # a rank's outermost frame: whatever it was, the parent says it; raised again
         first = (str(error).splitlines() or [""])[0]
         said = f"{type(error).__name__}: {first}" if first else type(error).__name__
         told.send((time.time(), said, "".join(traceback.format_exception(error))[-_LONGEST_ACCOUNT:]))

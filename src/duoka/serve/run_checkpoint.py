@@ -62,7 +62,7 @@ def still_there(checkpoint: Path) -> Iterator[None]:
     """While it is read: a checkpoint that its run removes meanwhile is no damaged one, and no bug."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # whatever a reader makes of files that are gone; of files that are there it is raised
         if checkpoint.is_dir():
             raise
         raise removed(checkpoint) from error
