@@ -8,6 +8,8 @@ strategy, where transformers' own takes the weights'. Ranks that share experts e
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -15,10 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from duoka.plan.hardware import has_cpu_bf16
 from duoka.torch_private import FakeTensor
 
 NAME = "duoka"
 EXCHANGE = "expert_exchange"
+# oneDNN writes a program of its own for each number of rows of a bf16 product, in milliseconds, and an expert has
+# another number each time: rows of zeros make it a multiple. Fewer rows than that are numbers that come again.
+_MULTIPLE = 32
 
 
 class ExpertExchange(Protocol):
@@ -101,13 +107,32 @@ def compute_experts(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> to
     # The kernel of all experts at once takes bf16, lines of 16 bytes, and some rows.
     fits = all(weight.shape[1] % 8 == weight.shape[2] % 8 == 0 for weight in weights.values())
     groups = kind == "cuda" and dtype == torch.bfloat16 and fits and len(rows) > 0
-    multiply = _multiply_grouped if groups else _multiply_each
-    out = rows
+    sizes = [] if groups else sizes_of(counts, len(rows))
+    out, own = rows, None
+    if kind == "cpu" and dtype == torch.bfloat16 and fills_experts():
+        out, sizes, own = _fill(rows, sizes)
     for name, weight in weights.items():
-        out = multiply(out, weight, biases[name], counts, module.is_transposed, dtype)
+        how = (weight, biases[name], module.is_transposed, dtype)
+        out = _multiply_grouped(out, counts, *how) if groups else _multiply_each(out, sizes, *how)
         if name == first:
             out = module._apply_gate(out) if module.has_gate else module.act_fn(out)
+    out = out if own is None else out[own]
     return module.post_expert_norm(out) if module.has_post_expert_norm else out  # type: ignore[no-any-return]
+
+
+@functools.cache
+def fills_experts() -> bool:
+    return has_cpu_bf16()
+
+
+def _fill(rows: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, list[int], torch.Tensor | None]:
+    """(rows with zeros behind each expert's, how many each has then, where `rows` are among them)."""
+    wide = [size if size < _MULTIPLE else -(-size // _MULTIPLE) * _MULTIPLE for size in sizes]
+    if wide == sizes:
+        return rows, sizes, None
+    starts = itertools.accumulate(wide, initial=0)
+    own = torch.cat([torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=False)])
+    return rows.new_zeros(sum(wide), rows.shape[1]).index_copy(0, own, rows), wide, own
 
 
 def sizes_of(counts: torch.Tensor, total: int) -> list[int]:
@@ -132,14 +157,13 @@ def _here(parameter: torch.Tensor) -> torch.Tensor:
 
 def _multiply_each(
     rows: torch.Tensor,
+    sizes: list[int],
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    counts: torch.Tensor,
     is_transposed: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """One product an expert. An expert without rows has a gradient of zero, also where none of a rank's has any."""
-    sizes = sizes_of(counts, len(rows))
     # Taken apart at once: each expert's gradient by itself would be as large as that of all.
     weights = weight.unbind()
     biases = [None] * len(sizes) if bias is None else bias.unbind()
@@ -156,9 +180,9 @@ def _multiply_each(
 
 def _multiply_grouped(
     rows: torch.Tensor,
+    counts: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    counts: torch.Tensor,
     is_transposed: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
