@@ -337,7 +337,7 @@ CONTRADICTIONS = {
     "adapter-twice": HEAD + "lora: {adapter: a, merge: [a]}\n",
     "adapter-of-this-very-run": HEAD + "lora: {adapter: runs/a/final}\noutput: runs/a\n",
     "quantized-base-is-frozen": _PACKED,
-    "quantized-base-is-whole": f"{_PACKED}lora: {{rank: 4}}\nparallel: {{strategy: fsdp}}\n",
+    "quantized-base-with-dp": f"{_PACKED}lora: {{rank: 4}}\nparallel: {{strategy: dp}}\n",
     "quantized-base-as-it-is": f"{_PACKED}lora: {{init: pissa}}\n",
     "quantized-base-is-not-compiled": f"{_PACKED}lora: {{rank: 4}}\ntrain: {{compile: true}}\n",
     "double-quantization-of-nothing": _PACKED.replace("quantization: nf4", "double_quantization: false"),

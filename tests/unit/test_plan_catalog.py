@@ -14,7 +14,7 @@ from duoka.plan.catalog import cluster_of, devices, find_device, hardware_key, m
 from duoka.plan.hardware import Gpu, Machine
 from duoka.plan.layout import Layout, parse_layout
 from duoka.plan.memory import estimate_memory
-from duoka.plan.recipe import Work, shares, static_memory
+from duoka.plan.recipe import QUANTIZED_BYTES, Work, shares, static_memory
 from duoka.plan.shape import demo_shape, shape_from_config
 
 GIB = 2**30
@@ -172,6 +172,18 @@ def test_optimizers_and_quantized_bases_have_their_bytes():
     base = static_memory(Work(llama, LoraConfig(), "cuda", frozen_bits=4), Layout(precision="bf16")).weights_bytes
     ends = 2 * 32000 * 4096  # embedding and head are not packed
     assert base == pytest.approx(0.53 * (llama.num_parameters - ends) + 2 * ends, rel=0.03)
+
+
+def test_a_packed_base_is_shared_out_but_for_its_scales():
+    shape = demo_shape()
+    work = Work(shape, LoraConfig(), "cuda", frozen_bits=4)
+    whole, shared = (
+        static_memory(work, Layout(strategy=name, precision="bf16", dp=4, shard=4)).weights_bytes
+        for name in ("ddp", "fsdp")
+    )
+    packed = shape.num_block_linear
+    beside = whole - QUANTIZED_BYTES[4] * packed
+    assert shared == pytest.approx(beside / 4 + packed * (0.5 / 4 + QUANTIZED_BYTES[4] - 0.5), rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def test_the_planner_keeps_its_promises_on_published_runs():
 
 
 def test_a_base_that_does_not_fit_under_adapters_is_offered_packed_and_only_there():
-    """QLoRA is what a 13B model on 24 GB needs; a packed base, and one that is cut, are not offered it."""
+    """QLoRA is what a 13B model on 24 GB needs; a packed base, and one whose layers are cut, are not offered it."""
     words = ["--params", "13B", "--on", "RTX4090", "lora={rank: 16}"]
     refused = plan(*words)
     packed = plan(*words, "model.quantization=nf4")
@@ -223,7 +223,7 @@ def test_a_base_that_does_not_fit_under_adapters_is_offered_packed_and_only_ther
     assert "model.quantization: nf4" not in packed.output
     assert (
         "model.quantization: nf4"
-        not in plan("--params", "13B", "--on", "2xRTX4090", "--layout", "fsdp2", words[-1]).output
+        not in plan("--params", "13B", "--on", "2xRTX4090", "--layout", "tp2", words[-1]).output
     )
     assert "model.quantization: nf4" not in plan("--params", "7B", "--on", "A100-80G").output
 

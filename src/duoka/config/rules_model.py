@@ -251,12 +251,12 @@ MODEL_RULES: tuple[Rule, ...] = (
         "write for example:   lora: {rank: 8}   or delete quantization",
     ),
     Rule(
-        "quantized-base-is-whole",
+        "quantized-base-with-dp",
         ("model.quantization", "parallel.strategy"),
-        lambda c: c.model.quantization != "none" and c.parallel.strategy not in ("auto", "single", "ddp"),
-        "model.quantization is {c.model.quantization}, and parallel.strategy {c.parallel.strategy} would cut or copy "
-        "packed weights, which duoka does not do",
-        "write   strategy: ddp   (a packed 7B model is about 4 GB in each process)",
+        lambda c: c.model.quantization != "none" and c.parallel.strategy == "dp",
+        "model.quantization is {c.model.quantization}, and parallel.strategy dp copies weights to each GPU anew in "
+        "every pass, which packed ones do not survive",
+        "write   strategy: ddp   (a packed 7B model is about 4 GB in each process), or   strategy: fsdp   (shared out)",
     ),
     Rule(
         "quantized-base-as-it-is",

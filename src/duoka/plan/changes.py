@@ -116,11 +116,9 @@ def single_changes(
 
 
 def _may_be_packed(task: Task, layout: Layout) -> bool:
-    """Whether the base under adapters could be packed into 4 bits: QLoRA, of a base that is not cut."""
+    """Whether the base under adapters could be packed into 4 bits: QLoRA, of layers that are not cut."""
     work = task.work
-    return (
-        work.lora is not None and work.device == "cuda" and not layout.axes and not layout.is_sharded and layout.ep == 1
-    )
+    return work.lora is not None and work.device == "cuda" and not layout.axes and layout.ep == 1
 
 
 def _may_be_narrow(task: Task, layout: Layout) -> bool:

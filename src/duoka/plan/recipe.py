@@ -325,11 +325,12 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
         host = own[2] + size * train // ranks if layout.offload == "params" else 0
     elif layout.strategy in ("fsdp", "hsdp"):
         divisor = "N" if layout.strategy == "fsdp" else "S"
-        note_sharded = f" + {frozen_size:g}(P-Pt)/{divisor}" if frozen > start else ""
+        scales, note_sharded = _shared_base(work, packed, frozen_size, divisor) if frozen > start else (0, "")
         note_sharded += f" + {size}Pt/{divisor} of the start" if start else ""
         formula = f"({size}Pt + {size}Pt + {state:.3g}Pt)/{divisor}{note_sharded}{axes}"
-        own = ((size * train + frozen) // ranks, size * train // ranks, int(state * train) // ranks)
-        host = sum(own) if layout.offload == "params" else 0
+        shared = (size * train + frozen - scales) // ranks
+        own = (shared + scales, size * train // ranks, int(state * train) // ranks)
+        host = sum(own) - scales if layout.offload == "params" else 0
     else:
         copies = 1 + (not work.bucket_view) + 2 * work.thin_gradients if layout.strategy == "ddp" else 1
         formula = f"{size}Pt + {size * copies}Pt + {state:.3g}Pt{note}{axes}"
@@ -349,6 +350,15 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
     if disk and work.deepspeed is not None:
         disk = deepspeed.on_disk(work, ranks, share, frozen, layout.disk)
     return StaticMemory(layout.strategy, *own, formula, host - disk if work.device == "cuda" else 0, disk)
+
+
+def _shared_base(work: Work, packed: int, frozen_size: float, divisor: str) -> tuple[int, str]:
+    """(bytes of a frozen base that every rank has all the same, its terms): the scales of packed blocks."""
+    if not work.frozen_bits:
+        return 0, f" + {frozen_size:g}(P-Pt)/{divisor}"
+    codes = work.frozen_bits / 8
+    scale = QUANTIZED_BYTES[work.frozen_bits] - codes
+    return int(packed * scale), f" + {codes:g}(P-Pt)/{divisor} + {scale:.2g}(P-Pt)"
 
 
 def _gathered_whole(work: Work, precision: str, share: ModelShare) -> tuple[int, str]:

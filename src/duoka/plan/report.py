@@ -332,7 +332,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine, local_size: in
     view, optimizer, packed = config.parallel.bucket_view, config.optim.name, config.parallel.compression
     return Work(
         shape, config.lora, machine.device, view, optimizer, train_only=config.train_only,
-        frozen_bits=0 if config.model.quantization == "none" else 4,
+        frozen_bits=shape.packed_bits if config.model.quantization == "none" else 4,
         narrow_weights=config.train.weights == "bf16",
         saves_beside=config.checkpoint.is_async, is_new=config.model.is_new,
         thin_gradients=packed.gradients == "powersgd", has_kernels=machine.has_kernels,

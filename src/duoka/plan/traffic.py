@@ -292,7 +292,10 @@ def _gather_bytes(work: Work, share: ModelShare, numbers: int, half: int, sent: 
     with_root = tied + (work.shape.num_norm_parameters_per_layer * share.num_layers if is_wider else 0)
     apart = share.embedding - tied
     wide = work.trained_size if is_wider and sent >= half else sent
-    return sent * (numbers - with_root - apart) + wide * (apart + (with_root if root else 0))
+    # Packed blocks travel as they are.
+    packed = min(share.block_linear, share.frozen) if work.frozen_bits else 0
+    narrower = packed * (sent - work.frozen_bits / 8)
+    return sent * (numbers - with_root - apart) + wide * (apart + (with_root if root else 0)) - narrower
 
 
 def _of_deepspeed(
