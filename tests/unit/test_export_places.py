@@ -83,11 +83,13 @@ def test_no_template_of_the_base_stays_beside_the_one_of_training(tmp_path: Path
     ("file", "words"),
     [
         ("mp_rank_00_model_states.pt", "duoka import-checkpoint"),
-        ("pytorch_model_fsdp_0/__0_0.distcp", "accelerate merge-weights"),
+        ("pytorch_model_fsdp_0/__0_0.distcp", "duoka import-checkpoint"),
+        ("checkpoint-20/config.json", "there/checkpoint-20"),
+        ("checkpoint-9/adapter_config.json", "there/checkpoint-9"),
         ("model_000010.pt", "write a folder with config.json"),
         ("mine.q8_0.gguf", "name the folder or Hub id that it was made from"),
     ],
-    ids=["DeepSpeed", "FSDP", "nanochat", "GGUF"],
+    ids=["DeepSpeed", "FSDP", "Trainer", "PEFT", "nanochat", "GGUF"],
 )
 def test_a_checkpoint_of_another_tool_is_no_model_and_what_makes_one_of_it_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, words: str
@@ -100,3 +102,11 @@ def test_a_checkpoint_of_another_tool_is_no_model_and_what_makes_one_of_it_is_sa
     data = DataConfig(train=(DataSource(name="identity"),))
     (fault,) = check_model(RunConfig(model=ModelConfig(name=str(tmp_path / "there")), data=data), tmp_path)
     assert words in fault.fix
+
+
+def test_a_state_of_accelerate_is_told_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("model.safetensors", "random_states_0.pkl", "optimizer.bin"):
+        (tmp_path / name).write_bytes(b"")
+    assert duoka(["export", str(tmp_path), "-o", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "a state that accelerate saved" in said and "copy config.json" in said

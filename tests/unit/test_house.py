@@ -100,14 +100,16 @@ def test_no_pickle_is_opened_or_written() -> None:
     for path in SOURCES:
         for node in nodes_of(path):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "torch.save"):
-                # DeepSpeed's own checkpoints are nothing else: tensors, numbers and containers of them.
-                reads = name_of(path) == "src/duoka/store/deepspeed_files.py" and "weights_only=True" in ast.unparse(
-                    node
-                )
+                # Checkpoints of DeepSpeed and FSDP are nothing else: tensors, numbers and containers of them.
+                of_others = ("src/duoka/store/deepspeed_files.py", "src/duoka/store/dcp_files.py")
+                reads = name_of(path) in of_others and "weights_only=True" in ast.unparse(node)
                 writes = name_of(path) == "src/duoka/store/deepspeed_export.py" and "torch.save" in ast.unparse(node)
                 is_safe = reads or writes
                 pickles += [] if is_safe else [f"{name_of(path)}:{node.lineno}"]
-            if isinstance(node, (ast.Import, ast.ImportFrom)) and "pickle" in ast.unparse(node):
+            if isinstance(node, (ast.Import, ast.ImportFrom)) and "pickle" in ast.unparse(node).replace(
+                "import pickletools",
+                "",  # which takes them apart, and makes nothing
+            ):
                 pickles.append(f"{name_of(path)}:{node.lineno}")
     assert not pickles, f"pickles: {pickles}"
 

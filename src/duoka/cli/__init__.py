@@ -45,7 +45,7 @@ COMMANDS = {
     "chat": "Talk to what a run has learned so far.",
     "serve": "Serve a run by OpenAI's HTTP API, with a chat page.",
     "export": "Merge adapters and write a standard model folder.",
-    "import-checkpoint": "Write what DeepSpeed trained as a model folder.",
+    "import-checkpoint": "Write what DeepSpeed or FSDP trained as a model folder.",
     "export-checkpoint": "Write a checkpoint that DeepSpeed goes on from.",
     "plan": "Say before a run whether it fits, and how it is laid out.",
     "comm": "Test how processes talk to each other, and how fast.",

@@ -30,7 +30,7 @@ COMMANDS = {
     "chat": "和训练到现在的模型对话。",
     "serve": "以 OpenAI 的 HTTP 接口提供服务，附聊天页面。",
     "export": "合并适配器，写出标准的模型文件夹。",
-    "import-checkpoint": "把 DeepSpeed 训练的结果写成模型文件夹。",
+    "import-checkpoint": "把 DeepSpeed 或 FSDP 训练的结果写成模型文件夹。",
     "export-checkpoint": "写出 DeepSpeed 能接着训练的检查点。",
     "plan": "训练之前说明能否放得下、怎样布局。",
     "comm": "测试进程之间的通信是否正确、有多快。",

@@ -51,14 +51,26 @@ def _other_checkpoint(folder: Path) -> tuple[str, str]:
         )
     if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")):
         return f"which holds {_GGUF}", _NO_GGUF
-    shards = [path.parent for pattern in ("*.distcp", "*/*.distcp") for path in folder.glob(pattern)]
-    if shards:
+    if any(folder.glob("*.distcp")) or any(folder.glob("*/*.distcp")):
         return (
             "which holds the shards of a distributed checkpoint (*.distcp)",
-            f"make a model of them:   accelerate merge-weights {typed(shards[0])} DIR   and put config.json and the "
-            "tokenizer beside them",
+            f"make a model of them:   duoka import-checkpoint {typed(folder)} --model BASE -o DIR",
         )
+    if any(folder.glob("random_states_*.pkl")) and any(folder.glob("*.safetensors")):
+        return (
+            "which holds a state that accelerate saved: a model's weights without its config.json",
+            "copy config.json and the tokenizer's files of the model that was trained beside them",
+        )
+    if steps := _steps_in(folder):
+        return f"which holds checkpoints ({steps[0].name}) and no model of its own", f"name one:   {typed(steps[0])}"
     return "which is no model: it has no config.json", WRITE
+
+
+def _steps_in(folder: Path) -> list[Path]:
+    """What transformers' Trainer saved in it, the newest first."""
+    steps = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    steps = [path for path in steps if has_config(path) or (path / _ADAPTER).is_file()]
+    return sorted(steps, key=lambda path: -int(path.name.removeprefix("checkpoint-")))
 
 
 def refuse_no_model(folder: Path) -> None:

@@ -50,8 +50,9 @@ def read_deepspeed(folder: Path) -> Found:
     models = sorted(place.glob("*model_states.pt"), key=_rank_of)
     if not models:
         raise ConfigError(
-            f"{folder} is no checkpoint of DeepSpeed: it has no *_model_states.pt",
-            fix="name the folder that DeepSpeed's save_checkpoint wrote, or a step in it",
+            f"{folder} is no checkpoint of DeepSpeed or FSDP: it has no *_model_states.pt, and no .metadata of shards",
+            fix="name the folder that DeepSpeed's save_checkpoint wrote, or a step in it; one with config.json and "
+            "*.safetensors is a model already:   model: FOLDER",
         )
     if any("mp_rank_00" not in model.name for model in models):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed's as a model folder. Called by `duoka import-checkpoint`."""
+"""A checkpoint of DeepSpeed's, or of torch's sharded weights, as a model folder. For `duoka import-checkpoint`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from duoka.config.schema import ModelConfig
 from duoka.hub.models import model_folder
 from duoka.model.build import quiet_loading
 from duoka.model.result import write_result
+from duoka.store.dcp_files import find_dcp, read_dcp
 from duoka.store.deepspeed_files import Found, named_as, read_deepspeed
 
 
 def import_model(folder: Path, model: str, target: Path) -> Found:
     """Write `target` in fp32, as the checkpoint has its weights, with config and tokenizer of `model`."""
-    found = read_deepspeed(folder)
+    sharded = find_dcp(folder)
+    found = read_deepspeed(folder) if sharded is None else None
     base = model_folder(ModelConfig(name=model), Path.cwd())
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -25,7 +27,9 @@ def import_model(folder: Path, model: str, target: Path) -> Found:
         lm.tie_weights()
     if (base / "generation_config.json").is_file():  # what ends an answer stands there, and not in every config
         lm.generation_config = GenerationConfig.from_pretrained(base)
-    weights = named_as(found.weights, lm.state_dict(keep_vars=True))
+    wanted = lm.state_dict(keep_vars=True)
+    found = found or read_dcp(sharded or folder, wanted)
+    weights = named_as(found.weights, wanted)
     target = target.resolve()  # a link stays one
     target.parent.mkdir(parents=True, exist_ok=True)
     write_result(lm, base, target, weights, dtype=torch.float32)
