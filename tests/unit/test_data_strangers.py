@@ -51,6 +51,32 @@ def test_tools_and_system_of_later_records_are_read_too(tmp_path: Path) -> None:
     assert second.messages[0].content == "S"
 
 
+def test_context_and_system_prompt_of_published_sets_are_read() -> None:
+    """Dolly's and OpenOrca's names: what the question is about was left out without a word."""
+    dolly = read_one({"instruction": "I", "context": "C", "response": "R", "category": "qa"})
+    assert [message.content for message in dolly.messages] == ["I\nC", "R"]
+    orca = read_one({"id": "1", "system_prompt": "S", "question": "Q", "response": "R"})
+    assert (orca.messages[0].role, orca.messages[0].content) == ("system", "S")
+    asked = read_one({"question": "Q", "context": {"title": ["t"]}, "answer": "A"})  # no text
+    assert [message.content for message in asked.messages] == ["Q", "A"]
+    pair = read_one({"question": "Q", "system_prompt": "S", "chosen": "a", "rejected": "b"})
+    assert isinstance(pair, Preference) and pair.messages[0].content == "S"
+    named = {**messages_record([("system", "S"), ("user", "q"), ("assistant", "a")]), "system_prompt": "S"}
+    assert len(read_one(named).messages) == 3
+
+
+def test_a_null_in_place_of_messages_is_said_to_be_one(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [TALK, {"messages": None}])
+    (fault,) = faults_of(path, tmp_path)
+    assert fault.what == "'messages' is null"
+
+
+def test_what_the_hub_says_of_a_set_is_no_data(tmp_path: Path) -> None:
+    (tmp_path / "dataset_infos.json").write_text('{"default": {"features": {}}}', "utf-8")
+    write_jsonl(tmp_path / "train.jsonl", [TALK])
+    assert not faults_of(tmp_path, tmp_path)
+
+
 def test_margins_of_later_pairs_are_read_too(tmp_path: Path) -> None:
     pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
     path = write_jsonl(tmp_path / "a.jsonl", [pair, {**pair, "margin": 2.0}])
@@ -215,7 +241,7 @@ def test_a_folders_dead_links_and_folders_are_named(tmp_path: Path) -> None:
     (tmp_path / "all").rename(tmp_path / "outer" / "all")
     write_jsonl(tmp_path / "outer" / "all" / "z.jsonl", simple_records(1))
     (fault,) = faults_of(tmp_path / "outer", tmp_path)
-    assert "holds no .json" in fault.what and "all are not read" in fault.fix
+    assert "holds no .json" in fault.what and fault.fix.endswith("/all")
 
 
 def test_a_test_file_beside_the_training_files_is_said(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from duoka.errors import Fault
 from duoka.registry import nearest
 
 INFO_FILE = "dataset_info.json"
+_NO_DATA = (INFO_FILE, "dataset_infos.json")  # what the Hub's older sets say of themselves
 _PEEK_BYTES = 1 << 20
 _OPTIONS = ("file_name", "hf_hub_url", "formatting", "columns", "tags", "num_samples", "split", "subset", "ranking")
 _COLUMNS = (
@@ -68,7 +69,7 @@ def files_of(path: Path) -> tuple[Path, ...]:
         return (path,)
     # A link that leads nowhere is named later, and not passed over with what it was to hold.
     inside = sorted(file for file in path.iterdir() if is_data_file(file) and (file.is_file() or file.is_symlink()))
-    return tuple(file for file in inside if file.name != INFO_FILE)
+    return tuple(file for file in inside if file.name not in _NO_DATA)
 
 
 def folder_notes(path: Path) -> list[str]:
@@ -82,12 +83,17 @@ def folder_notes(path: Path) -> list[str]:
 
 def unread_folders(path: Path) -> str:
     """What is to be said of data in the folders of a folder; "" where there is none."""
-    with_data = []
+    with_data = [folder.name for folder in _folders_with_data(path)]
+    return f"files in its folders {', '.join(with_data)} are not read: name these too" if with_data else ""
+
+
+def _folders_with_data(path: Path) -> list[Path]:
+    found = []
     for folder in sorted(path.iterdir()):
         with contextlib.suppress(OSError):  # one that is not ours to look into
             if folder.is_dir() and not folder.name.startswith(".") and any(map(is_data_file, folder.iterdir())):
-                with_data.append(folder.name)
-    return f"files in its folders {', '.join(with_data)} are not read: name these too" if with_data else ""
+                found.append(folder)
+    return found
 
 
 def why_no_files(path: Path) -> tuple[str, str]:
@@ -100,7 +106,9 @@ def why_no_files(path: Path) -> tuple[str, str]:
         return what, saved.replace("['train']", "")
     if files_of(path):
         return "", ""
-    return f"the folder {str(path)!r} holds no {' or '.join(KINDS)} file", unread_folders(path)
+    inside = "   or   ".join(str(folder) for folder in _folders_with_data(path)[:3])
+    what = f"the folder {str(path)!r} holds no {' or '.join(KINDS)} file"
+    return what, f"name the folder in it that does:   {inside}" if inside else ""
 
 
 def first_record(path: Path) -> tuple[Record | None, Fault | None]:

@@ -13,6 +13,8 @@ from duoka.data.read.messages import begins_as_list, listed
 
 LABELS = ("kto_tag", "label")
 _ANSWERS = ("output", "response", "completion", "answer")
+# Other names of columns than alpaca's own, by published sets (Dolly, OpenOrca): passed over, their text would be lost.
+_ALIASES = {"query": ("input", "context"), "system": ("system", "system_prompt")}
 
 
 def detect_format(record: Any) -> SetFormat | None:
@@ -37,8 +39,17 @@ def _detect_alpaca(record: dict[str, Any]) -> SetFormat | None:
     answer = next((name for name in _ANSWERS if name in record), "")
     if not question or not answer:
         return None
-    columns = dict(FORMATS.get("alpaca").columns) | {"prompt": question, "response": answer}
+    columns = _alpaca_columns(record) | {"prompt": question, "response": answer}
     return _with_label(SetFormat("alpaca", columns), record)
+
+
+def _alpaca_columns(record: dict[str, Any]) -> dict[str, str]:
+    """Alpaca's own, or texts that the record has in their place."""
+    found = {
+        role: next((name for name in names if name in record and isinstance(record[name] or "", str)), names[0])
+        for role, names in _ALIASES.items()
+    }
+    return dict(FORMATS.get("alpaca").columns) | found
 
 
 def _with_label(form: SetFormat, record: dict[str, Any]) -> SetFormat:
@@ -58,7 +69,7 @@ def _detect_messages(record: dict[str, Any]) -> SetFormat | None:
         if name is None:
             continue
         # Of every record, whether this one has them or not: a later one's would be passed over without a word.
-        columns = {"messages": column, "system": "system", "tools": "tools"}
+        columns = {"messages": column, "system": _alpaca_columns(record)["system"], "tools": "tools"}
         roles = [turn["role" if name == "messages" else "from"] for turn in turns]
         form = SetFormat(name, columns, _detect_tags(name, roles))
         if column == "prompt" and isinstance(_listed(record.get("completion"), "completion"), list):
@@ -107,7 +118,7 @@ def _detect_preference(record: dict[str, Any]) -> SetFormat | None:
     chosen = record["chosen"] if question else chosen
     turns = [turn for turn in (chosen if isinstance(chosen, list) else [chosen]) if isinstance(turn, dict)]
     if question:
-        more = {key: name for key, name in FORMATS.get("alpaca").columns.items() if key not in ("prompt", "response")}
+        more = {key: name for key, name in _alpaca_columns(record).items() if key not in ("prompt", "response")}
         # Tags tell how the answers are written, when they are messages and not text.
         tags = FORMATS.get(_style_of(turns) or "messages").tags if turns else {}
         return SetFormat("alpaca", {**more, "prompt": question, **columns}, tags, "preference")
@@ -115,7 +126,7 @@ def _detect_preference(record: dict[str, Any]) -> SetFormat | None:
     if name is None:
         return None
     roles = [turn["role" if name == "messages" else "from"] for turn in turns]
-    columns |= {"system": "system", "tools": "tools"}
+    columns |= {"system": _alpaca_columns(record)["system"], "tools": "tools"}
     return SetFormat(name, columns, _detect_tags(name, roles), "preference")
 
 

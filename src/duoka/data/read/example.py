@@ -171,6 +171,8 @@ def check_whole(text: str, what: str) -> None:
 
 
 def no_column(name: str, record: dict[str, Any]) -> str:
+    if name in record:
+        return f"{name!r} is {kind_of(record[name])}"
     guess = nearest(name, record)
     return f"there is no {name!r}; the record has {names_of(record)}" + (f"; is it {guess!r}?" if guess else "")
 

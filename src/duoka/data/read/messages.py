@@ -101,6 +101,8 @@ def with_system(messages: list[Message], record: dict[str, Any], form: SetFormat
     if not system:
         return messages
     if messages and messages[0].role == "system":
+        if messages[0].content == system:
+            return messages
         raise BadRecord(f"both {form.columns['system']!r} and the first message hold a system prompt")
     return [Message("system", system), *messages]
 
