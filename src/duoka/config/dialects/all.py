@@ -6,6 +6,7 @@ from functools import cache
 
 from duoka.config.catalog import known_keys
 from duoka.config.dialects.accelerate import accelerate
+from duoka.config.dialects.axolotl import refuse_axolotl
 from duoka.config.dialects.deepspeed import deepspeed
 from duoka.config.dialects.engine import leaves_of
 from duoka.config.dialects.llamafactory import llamafactory
@@ -57,14 +58,18 @@ def _refuse_benchmark(tree: Tree) -> Fault | None:
 
 def refuse_unread_form(tree: Tree) -> Fault | None:
     """What a file is that is known and not read; None for all others."""
-    other = refuse_trl(tree) or _refuse_benchmark(tree)
+    other = refuse_trl(tree) or refuse_axolotl(tree) or _refuse_benchmark(tree)
     if other is not None:
         return other
     known = [key for key in tree.value if key in _V1]
-    if len(known) < 3 or "model_name_or_path" in tree.value:
+    peft = tree.value.get("peft_config")
+    merges = peft is not None and isinstance(peft.value, dict) and "export_dir" in peft.value
+    if (len(known) < 3 and not merges) or "model_name_or_path" in tree.value:
         return None
     what = f"this is LLaMA-Factory's v1 form ({', '.join(known[:3])} ...), which duoka does not read"
     fix = "write the usual form (model_name_or_path, dataset, per_device_train_batch_size), or:   duoka init x.yaml"
+    if merges:
+        fix = "write   duoka export ADAPTER -o DIR   or the usual form (adapter_name_or_path, export_dir) at the top"
     first: Tree = tree.value[known[0]]
     return first.place.fault(what, fix=fix)
 
