@@ -20,7 +20,7 @@ import duoka
 from duoka import Accelerator
 from duoka.accelerator import logging as their_logging
 from duoka.accelerator import utils
-from duoka.accelerator.names.arguments import add_launchers_deepspeed
+from duoka.accelerator.names.arguments import add_launchers
 from duoka.accelerator.names.offered import NotOffered, find
 from duoka.errors import ConfigError
 
@@ -316,7 +316,7 @@ LAUNCHED = {"ACCELERATE_USE_DEEPSPEED": "true"}
 
 def launched(**env: str) -> dict[str, Any]:
     said: dict[str, Any] = {"parallel": {}}
-    add_launchers_deepspeed(said, None, {**LAUNCHED, **{f"ACCELERATE_{name}": value for name, value in env.items()}})
+    add_launchers(said, None, {**LAUNCHED, **{f"ACCELERATE_{name}": value for name, value in env.items()}})
     return said
 
 
@@ -330,7 +330,7 @@ def test_what_the_launcher_was_told_of_deepspeed_counts_as_its_plugin(tmp_path: 
     assert said["parallel"] == {"offload": "params"} and said["plugins"]["deepspeed_plugin"].zero_stage == 3
     assert launched()["strategy"] == "zero2" and launched(DEEPSPEED_ZERO_STAGE="1")["strategy"] == "zero1"
     assert launched(DEEPSPEED_ZERO_STAGE="3", DEEPSPEED_OFFLOAD_PARAM_DEVICE="cpu")["parallel"] == {"offload": "params"}
-    assert "strategy" not in launched(USE_FSDP="true")
+    assert launched(USE_FSDP="true")["strategy"] == "fsdp"
     for env, message in (
         ({"GRADIENT_CLIPPING": "1.0"}, "clip_grad_norm_"),
         ({"DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, "HostAdamW"),

@@ -17,7 +17,7 @@ import torch
 from duoka.accelerator import profiling
 from duoka.accelerator.loaders import LoaderSettings, PreparedLoader, SkippedLoader, prepare_loader
 from duoka.accelerator.names.arguments import (
-    add_launchers_deepspeed,
+    add_launchers,
     agreed,
     check_asks_nothing,
     read_arguments,
@@ -78,7 +78,7 @@ class Accelerator(Stepping, Saving, Tracking, Described, Roles):
         `others` are Accelerate's: what they say is taken over, or refused by name with what to write instead.
         """
         said = read_arguments(others)
-        add_launchers_deepspeed(said, strategy or (parallel or {}).get("strategy"))
+        notes = add_launchers(said, strategy or (parallel or {}).get("strategy"))
         asked = read_parallel(agreed(said, "strategy", strategy), {**said["parallel"], **(parallel or {})})
         asked, note = add_ddp_options(asked, said.get("ddp", {}))
         Tracking.__init__(self, log_with)
@@ -88,7 +88,7 @@ class Accelerator(Stepping, Saving, Tracking, Described, Roles):
         if started:
             atexit.register(end_world, world)
         precision, other_note = read_precision(mixed_precision, world.device.type == "cpu")
-        for line in filter(None, (note, other_note)):
+        for line in filter(None, (*notes, note, other_note)):
             self.print(line)
         check_parallel(asked, precision)
         self.parallel = asked

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from duoka.cli.accelerate_flags import SWITCHES as ACCELERATE_SWITCHES
+from duoka.cli.accelerate_flags import VALUES as ACCELERATE_VALUES
+from duoka.cli.accelerate_flags import asked_for, default_config, environment_of, starting_environment
 from duoka.cli.guide_modules import LATER_MODULES, PYTHON_MODULES, STAGE_MODULES, THEIR_DEPTH
 from duoka.config.dialects.all import dialects
 from duoka.config.dialects.rows import is_false, is_true
-from duoka.config.paths import given_path, is_file
 from duoka.config.yaml_text import yaml_text
 from duoka.errors import ConfigError
 from duoka.registry import nearest
@@ -44,24 +46,9 @@ TORCHRUN_SWITCHES = ("standalone", "no_python", "run_path", "virtual_local_rank"
 TORCHRUN_VALUES = (
     "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "rdzv_id", "rdzv_backend", "rdzv_endpoint",
     "rdzv_conf", "max_restarts", "monitor_interval", "start_method", "role", "log_dir", "redirects", "tee",
-    "local_addr", "event_log_handler", "logs_specs", "r", "t",
+    "local_addr", "event_log_handler", "logs_specs", "r", "t", "local_ranks_filter", "duplicate_stdout_filters",
+    "duplicate_stderr_filters", "numa_binding", "signals_to_handle", "shutdown_timeout",
 )  # fmt: skip
-ACCELERATE_SWITCHES = (
-    "multi_gpu", "cpu", "use_fsdp", "use_deepspeed", "quiet", "debug", "m", "module", "no_python", "q", "tpu",
-    "use_xpu", "use_megatron_lm", "same_network", "enable_cpu_affinity", "use_parallelism_config",
-)  # fmt: skip
-ACCELERATE_VALUES = (
-    "config_file", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "main_port",
-    "mixed_precision", "gpu_ids", "num_cpu_threads_per_process", "dynamo_backend", "dynamo_mode", "rdzv_backend",
-    "rdzv_conf", "max_restarts", "monitor_interval", "role", "tee", "log_dir", "gradient_accumulation_steps",
-    "gradient_clipping", "zero_stage", "offload_optimizer_device", "offload_param_device", "deepspeed_config_file",
-    "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_hostfile", "deepspeed_multinode_launcher",
-    "fsdp_sharding_strategy", "fsdp_offload_params", "fsdp_auto_wrap_policy", "fsdp_version", "fsdp_state_dict_type",
-    "fsdp_reshard_after_forward", "fsdp_activation_checkpointing", "fsdp_backward_prefetch", "fsdp_min_num_params",
-    "fsdp_transformer_layer_cls_to_wrap", "fsdp_use_orig_params", "fsdp_cpu_ram_efficient_loading",
-    "fsdp_sync_module_states", "fsdp_forward_prefetch",
-)  # fmt: skip
-_DEFAULT_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
 # Variables that count between the flags and the file, and the flag that each stands for.
 _VARIABLES = {
     "ACCELERATE_MIXED_PRECISION": "mixed_precision", "ACCELERATE_USE_CPU": "cpu", "ACCELERATE_USE_FSDP": "use_fsdp",
@@ -69,9 +56,7 @@ _VARIABLES = {
     "ACCELERATE_DYNAMO_BACKEND": "dynamo_backend",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
 }  # fmt: skip
-_OF_DEEPSPEED = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
-                 "offload_param_device", "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_hostfile",
-                 "deepspeed_multinode_launcher")  # fmt: skip
+_HOSTS = ("deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter", "mpirun_hostfile")
 _RDZV = ("rdzv_backend", "rdzv_id", "rdzv_conf")
 
 
@@ -144,7 +129,8 @@ def meaning_of_accelerate(words: Sequence[str]) -> Meaning:
         fix = "write a YAML with   model: NAME   and ask:   duoka plan x.yaml   (or   duoka plan --params 7B)"
         raise ConfigError(f"what {names[0] if names else 'a model'} needs depends on how it is trained", fix=fix)
     if words and words[0] == "merge-weights":
-        fix = "name the folder that save_model wrote; a run's adapter is merged by   duoka export RUN"
+        fix = "name the folder that save_model wrote; a run's adapter is merged by   duoka export RUN\n"
+        fix += "shards that FSDP wrote elsewhere:   duoka import-checkpoint FOLDER --model BASE -o DIR"
         raise ConfigError("there is nothing to merge: duoka writes whole weights under every strategy", fix=fix)
     if not words or words[0] != "launch":
         raise ConfigError(
@@ -153,7 +139,7 @@ def meaning_of_accelerate(words: Sequence[str]) -> Meaning:
         )
     line = read_line(words[1:], ACCELERATE_SWITCHES, ACCELERATE_VALUES, "accelerate launch")
     from_env = {name: value for name in _VARIABLES if (value := os.environ.get(name, "")) not in ("", "false", "False")}
-    asked = _accelerate_config({_VARIABLES[name]: value for name, value in from_env.items()} | line.flags)
+    asked = asked_for({_VARIABLES[name]: value for name, value in from_env.items()} | line.flags)
     machines = str(asked.get("num_machines", 1))
     count = str(asked.get("num_processes", ""))
     if count.isdecimal() and machines.isdecimal() and int(machines) > 1:
@@ -164,70 +150,31 @@ def meaning_of_accelerate(words: Sequence[str]) -> Meaning:
             )
         count = str(int(count) // int(machines))
     notes = ["accelerate's own name for --main_port is --main_process_port"] if "main_port" in line.flags else []
+    if hosts := [f"--{name}" for name in _HOSTS if name in line.flags]:
+        said = "this line starts this machine alone; all of a list:   duoka train x.yaml --hostfile FILE"
+        notes.append(f"{', '.join(hosts)}: {said}")
     if counted := [name for name in from_env if _VARIABLES[name] not in line.flags]:
         notes.append(f"{', '.join(counted)} of the environment: before the config file, after flags")
-    if "config_file" not in line.flags and (default := _default_config()):
+    if "config_file" not in line.flags and (default := default_config()):
         notes.append(f"{default} is read, as accelerate launch does (HF_HOME)")
     num_ranks = int(count) * int(machines) if count.isdecimal() else 1
-    given = _settings_of(asked, num_ranks)
-    if (config := _config_of(line)) is not None:
+    started = starting_environment(asked, line.flags)
+    config = _config_of(line)
+    of_run = asked if config is not None else {**asked, "parallelism_config": None}  # a script's own business
+    given = _settings_of(of_run, num_ranks, {**os.environ, **started})
+    if config is not None:
         _check_agreement(config, given, num_ranks)
     settings = [f"{key}={yaml_text(value)}" for key, value in given.items()]
     address, port = str(asked.get("main_process_ip") or ""), str(asked.get("main_process_port") or "")
     rank = str(asked.get("machine_rank", "")) if machines != "1" else ""
     restarts = line.flags.get("max_restarts", "")
     meaning = _meaning(line, count, machines, rank, address, port, restarts, settings, notes)
-    precision = asked.get("mixed_precision")
-    if meaning.words[0] == "launch" and precision:
-        # A script that makes an Accelerator finds its precision here, as accelerate launch would set it.
-        return Meaning(meaning.words, {**meaning.env, "ACCELERATE_MIXED_PRECISION": str(precision)}, meaning.notes)
-    return meaning
+    # A script that makes an Accelerator finds there what accelerate launch would tell it.
+    told = environment_of(asked) if meaning.words[0] == "launch" else {}
+    return Meaning(meaning.words, {**started, **meaning.env, **told}, meaning.notes)
 
 
-def _accelerate_config(flags: Mapping[str, str]) -> dict[str, Any]:
-    """The config file's content with the flags laid on it, in the file's own form."""
-    asked: dict[str, Any] = {}
-    given = flags.get("config_file") or _default_config()
-    if given:
-        from duoka.config.overlays import read_text
-        from duoka.config.yaml_lines import parse_yaml
-        from duoka.errors import Fault, Faults
-
-        faults: list[Fault] = []
-        text = read_text(Path(given), faults, None)
-        tree = parse_yaml(text, given, faults) if text else None
-        if faults or tree is None or not isinstance(tree.value, dict):
-            raise Faults(faults or [Fault(f"{given} holds no Accelerate config")])
-        asked = tree.plain_value()
-    kinds = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
-    for name, text in flags.items():
-        value: Any = {"true": True, "false": False}.get(text.lower(), text)
-        if name in kinds:
-            asked["distributed_type"] = kinds[name]
-        elif name in ("cpu", "use_cpu"):
-            asked["use_cpu"] = True
-        elif name == "main_port":
-            asked["main_process_port"] = text
-        elif name == "dynamo_backend":
-            asked["dynamo_config"] = {"dynamo_backend": text}
-        elif name.startswith("fsdp_"):
-            asked.setdefault("fsdp_config", {})[name] = value
-        elif name == "deepspeed_config_file" or name in _OF_DEEPSPEED:
-            asked.setdefault("deepspeed_config", {})[name] = value
-        elif name in ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port",
-                      "mixed_precision", "gpu_ids"):  # fmt: skip
-            asked[name] = text
-    return asked
-
-
-def _default_config() -> str:
-    """What `accelerate config` has written on this machine, which its launcher reads where no file is named; or ""."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = given_path(os.environ.get("HF_HOME") or f"{cache}/huggingface") / "accelerate"
-    return next((str(home / name) for name in _DEFAULT_NAMES if is_file(home / name)), "")
-
-
-def _settings_of(asked: dict[str, Any], num_ranks: int) -> dict[str, Any]:
+def _settings_of(asked: dict[str, Any], num_ranks: int, env: Mapping[str, str]) -> dict[str, Any]:
     """What the launcher's settings mean for a run, by our keys. Raises Faults."""
     from duoka.config.dialects.engine import grow, translate
     from duoka.config.dialects.rows import Start
@@ -238,7 +185,7 @@ def _settings_of(asked: dict[str, Any], num_ranks: int) -> dict[str, Any]:
 
     told = {name: value for name, value in asked.items() if value not in ("", None)}
     tree = grow({"distributed_type": "NO", **told}, SourcePlace("accelerate launch", 0, ""), "")
-    start = Start(num_ranks, bool(read_machine().gpus))
+    start = Start(num_ranks, bool(read_machine(env).gpus))
     done = translate(dialects()["accelerate"], tree, start, dialects(), Path(), read_pointed)
     if done.faults:
         raise Faults(done.faults)

@@ -70,27 +70,64 @@ def read_arguments(others: Mapping[str, Any]) -> dict[str, Any]:
     return said
 
 
-def add_launchers_deepspeed(
-    said: dict[str, Any], strategy: str | None = None, env: Mapping[str, str] = os.environ
-) -> None:
-    """What `accelerate launch` was told of DeepSpeed, where the script names no strategy: as its plugin would say."""
+def add_launchers(said: dict[str, Any], strategy: str | None = None, env: Mapping[str, str] = os.environ) -> list[str]:
+    """What `accelerate launch` was told, where the script names no strategy: as its plugins would say. Gives notes.
+
+    It sets a variable for each of its options, left out ones too.
+    """
 
     def is_on(name: str) -> bool:
         return env.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
 
-    if strategy is not None or "strategy" in said or is_on("FSDP") or not is_on("DEEPSPEED"):
-        return
-    file = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    if file.lower() == "none":
-        stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-        keys = ("offload_optimizer_device", "offload_param_device")
-        given: dict[str, Any] = {key: env.get(f"ACCELERATE_DEEPSPEED_{key.upper()}", "none") for key in keys}
-        given["gradient_clipping"] = env.get("ACCELERATE_GRADIENT_CLIPPING", "none")
-        plugin = DeepSpeedPlugin(zero_stage=int(stage) if stage.isdecimal() else stage, **given)
+    if strategy is not None or "strategy" in said:
+        return []
+    if is_on("MEGATRON_LM"):
+        raise ConfigError("accelerate launch was told to use Megatron", fix=NOTHING["megatron_lm_plugin"][1])
+    notes = []
+    if env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() not in ("no", "none"):
+        fix = NOTHING["dynamo_backend"][1]
+        notes.append(f"dynamo_backend of accelerate launch: models are not compiled by prepare; {fix}")
+    if is_on("PARALLELISM_CONFIG"):
+        sizes = {name: env.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") for name in ParallelismConfig.takes}
+        whole = {name: int(size) for name, size in sizes.items() if size.isdecimal()}
+        _add(said, ParallelismConfig(**whole), ParallelismConfig, "parallelism_config")
+    if is_on("FSDP"):
+        _add_fsdp(said, env, notes)
+    elif is_on("DEEPSPEED"):
+        plugin = _deepspeed_of(env)
+        _add(said, plugin, DeepSpeedPlugin, "deepspeed_plugin")
+        said.setdefault("plugins", {})["deepspeed_plugin"] = plugin
+    return notes
+
+
+def _add_fsdp(said: dict[str, Any], env: Mapping[str, str], notes: list[str]) -> None:
+    """Its second version has a switch, its first the name of a strategy, under either of two names."""
+    switch, name = env.get("FSDP_RESHARD_AFTER_FORWARD", "true"), env.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
+    is_second, is_switch = env.get("FSDP_VERSION") == "2", switch.lower() in ("true", "false")
+    is_default = name in ("FULL_SHARD", "1")
+    plugin = FullyShardedDataParallelPlugin(
+        sharding_strategy=switch if is_second or (is_default and not is_switch) else name,
+        cpu_offload=env.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true",
+    )
+    if "strategy" in said:  # what sizes of axes say already
+        said["parallel"].update(plugin.arguments()["parallel"])
     else:
-        plugin = DeepSpeedPlugin(hf_ds_config=file)
-    _add(said, plugin, DeepSpeedPlugin, "deepspeed_plugin")
-    said.setdefault("plugins", {})["deepspeed_plugin"] = plugin
+        _add(said, plugin, FullyShardedDataParallelPlugin, "fsdp_plugin")
+    said.setdefault("plugins", {})["fsdp_plugin"] = plugin
+    if env.get("FSDP_ACTIVATION_CHECKPOINTING", "").lower() == "true":
+        fix = FullyShardedDataParallelPlugin.refused["activation_checkpointing"]
+        notes.append(f"fsdp_activation_checkpointing of accelerate launch has no counterpart here: {fix}")
+
+
+def _deepspeed_of(env: Mapping[str, str]) -> DeepSpeedPlugin:
+    file = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if file.lower() != "none":
+        return DeepSpeedPlugin(hf_ds_config=file)
+    stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    keys = ("offload_optimizer_device", "offload_param_device")
+    given: dict[str, Any] = {key: env.get(f"ACCELERATE_DEEPSPEED_{key.upper()}", "none") for key in keys}
+    given["gradient_clipping"] = env.get("ACCELERATE_GRADIENT_CLIPPING", "none")
+    return DeepSpeedPlugin(zero_stage=int(stage) if stage.isdecimal() else stage, **given)
 
 
 def agreed(said: Mapping[str, Any], name: str, given: Any) -> Any:

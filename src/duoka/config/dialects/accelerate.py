@@ -150,6 +150,7 @@ def _rows() -> list[Row]:
                       "fsdp_sync_module_states", "fsdp_transformer_layer_cls_to_wrap", "fsdp_use_orig_params",
                       "fsdp_version", "fsdp_activation_checkpointing_offload")),
                   f"{deep}zero3_init_flag", f"{deep}deepspeed_moe_layer_cls_names"),
+        *reported("a switch of DeepSpeed's own", f"{deep}seq_parallel_communication_data_type"),
         *reported("with nvme: parallel.offload.folder",
                   f"{deep}offload_optimizer_nvme_path", f"{deep}offload_param_nvme_path"),
         *reported(WHOLE_AT_THE_END, f"{deep}zero3_save_16bit_model"),
