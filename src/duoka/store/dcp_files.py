@@ -187,9 +187,9 @@ def _taken_apart(data: bytes) -> Any:
         if name == "MARK":
             marks.append(len(stack))
         elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"):
-            memo[len(memo) if name == "MEMOIZE" else int(argument)] = stack[-1]
+            memo[len(memo) if name == "MEMOIZE" else int(argument or 0)] = stack[-1]
         elif name in ("BINGET", "LONG_BINGET", "GET"):
-            stack.append(memo[int(argument)])
+            stack.append(memo[int(argument or 0)])
         elif name in _PLAIN:
             stack.append(_PLAIN[name]())
         elif name == "GLOBAL":
