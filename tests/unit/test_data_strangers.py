@@ -65,6 +65,15 @@ def test_context_and_system_prompt_of_published_sets_are_read() -> None:
     assert len(read_one(named).messages) == 3
 
 
+def test_columns_that_are_not_read_are_said(tmp_path: Path) -> None:
+    """The choices of a question were left out without a word."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"id": 1, "question": "Q", "options": {"A": "x"}, "answer": "A"}])
+    (found,) = find_sets(config_for(str(path)), tmp_path)
+    assert found.notes[0].endswith("read as alpaca (question, input, answer); not read: options")
+    (found,) = find_sets(config_for(str(write_jsonl(tmp_path / "b.jsonl", [{**TALK, "tools": [TOOL]}]))), tmp_path)
+    assert "not read" not in found.notes[0]
+
+
 def test_a_null_in_place_of_messages_is_said_to_be_one(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [TALK, {"messages": None}])
     (fault,) = faults_of(path, tmp_path)

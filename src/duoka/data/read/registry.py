@@ -294,7 +294,8 @@ def _from_path(source: DataSource, path: Path, key: str) -> ResolvedSet | list[F
     # Explicit settings win: a mixture of formats in one folder shows as records that break this one's rules.
     kind = "" if form.kind in ("conversation", "text") else f", {KIND_WORDS[form.kind]}"
     lines = "; a document a line" if files[0].name.lower().split(".")[-1] == "txt" else ""
-    notes = [f"{source.name}: read as {form.name}{kind} ({_describe(form, record.value)}{lines})"]
+    unread = _unread(form, record.value)
+    notes = [f"{source.name}: read as {form.name}{kind} ({_describe(form, record.value)}{lines}){unread}"]
     notes += [f"{source.name}: {said}" for said in folder_notes(path)]
     return ResolvedSet(source.name, files, form, max_samples=source.max_samples, notes=tuple(notes))
 
@@ -315,6 +316,14 @@ def _other_shape(value: object) -> str:
     if len(lists) == 1 and detect_format(value[lists[0]][0]) is not None:
         return f"the records stand in {lists[0]!r} of one object: write that list alone, [ {{...}}, {{...}} ]"
     return ""
+
+
+def _unread(form: SetFormat, first: dict[str, Any]) -> str:
+    """Texts and lists beside what is read: a question's choices, say, would be missed."""
+    known = {*form.columns.values(), "functions"}
+    names = [name for name, value in first.items() if name not in known and isinstance(value, (str, list, dict))]
+    names = [name for name in names if first[name]]
+    return f"; not read: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}" if names else ""
 
 
 def _describe(form: SetFormat, first: dict[str, Any]) -> str:
