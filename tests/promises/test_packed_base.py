@@ -72,7 +72,9 @@ def test_a_packed_base_is_planned_as_it_came(tmp_path):
 
     folder = write_tiny_model(tmp_path / "plain", hidden=128)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for more, bits in (({}, 0), ({"load_in_4bit": True}, 4), ({"load_in_8bit": True}, 8)):
-        how = {"quantization_config": {"quant_method": "bitsandbytes", **more}} if more else {}
+    ways = [({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4), ({"quant_method": "awq", "bits": 4}, 4)]
+    ways += [({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8), ({"quant_method": "gptq", "bits": 8}, 8)]
+    for more, bits in ((None, 0), *ways, ({"quant_method": "mxfp4"}, 0)):
+        how = {"quantization_config": more} if more else {}
         (folder / "config.json").write_text(json.dumps(config | how), encoding="utf-8")
         assert read_shape(folder).packed_bits == bits

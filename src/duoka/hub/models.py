@@ -26,13 +26,13 @@ from duoka.hub.demo_model import INSTALL, convert_demo_model, missing_packages
 from duoka.hub.new_model import MORE_TEMPLATES, TOKENIZER_FILES, new_model_folder, scratch_folder
 from duoka.hub.other_folders import WRITE, find_other, find_other_file, has_config
 from duoka.hub.weight_files import find_damage
+from duoka.plan.shape import PACKERS
 from duoka.runs.cache import cache_folder
 from duoka.runs.folder import read_json
 
 DEMO = "demo"
 SCORES_ANSWERS = "ForSequenceClassification"  # how transformers calls architectures of reward models
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
-_PACKED = ("bitsandbytes", "gptq", "awq")  # transformers keeps such weights packed, and others can be laid out
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -166,7 +166,7 @@ def _check_packed(config: RunConfig, folder: Path) -> list[Fault]:
     if config.parallel.strategy == "dp":
         what = f"parallel.strategy is dp, and {name!r} is quantized ({method}): its weights cannot be copied by dp"
         return [Fault(what, key="parallel.strategy", fix="write:   strategy: ddp   (one process per GPU)")]
-    if method not in _PACKED:
+    if method not in PACKERS:
         return []
     came = f"the weights of {name!r} came packed ({method})"
     if isinstance(how, dict) and how.get("load_in_8bit") and config.parallel.strategy in ("zero3", "fsdp", "hsdp"):

@@ -44,6 +44,7 @@ __all__ = [
     "shape_from_parameters",
 ]
 
+PACKERS = ("bitsandbytes", "gptq", "awq")  # transformers keeps such weights packed, and others can be laid out
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -69,7 +70,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
 def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> ModelShape:
     """The shape that a transformers config describes; a missing key means the config class's default."""
     how = facts.get("quantization_config")
-    packing = how if isinstance(how, dict) and how.get("quant_method") == "bitsandbytes" else None
+    packing = how if isinstance(how, dict) and how.get("quant_method") in PACKERS else None
     if isinstance(facts.get("text_config"), dict):
         facts = {"model_type": f"{facts.get('model_type', '')}_text", **facts["text_config"]}
     facts = with_usual_names(facts)
@@ -104,7 +105,7 @@ def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> M
         num_head_bias=read.whole("vocab_size") if read.bias(family.head_bias) else 0,
         window=window,
         num_window_layers=num_window_layers,
-        packed_bits=0 if packing is None else 8 if packing.get("load_in_8bit") else 4,
+        packed_bits=0 if packing is None else 8 if packing.get("load_in_8bit") or packing.get("bits") == 8 else 4,
     )
     return shape if family.experts is None else _with_experts(shape, family, read, attention)
 
