@@ -10,6 +10,7 @@ from tiny import write_conversations, write_tiny_model
 from transformers import AutoModelForCausalLM
 from worlds import run_world, train_all
 
+from duoka.cli import run as duoka
 from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.errors import ConfigError
 from duoka.serve.load_run import find_trained
@@ -167,6 +168,15 @@ def test_an_interrupted_task_goes_on_and_a_finished_one_is_kept(scored, monkeypa
     counts.clear()
     score_tasks(trained, asked, tmp_path / "out", say=lambda text: None)
     assert not counts
+
+
+def test_a_terminal_shows_each_score_once_computed_or_kept(place, tmp_path, capsys):
+    for _ in range(2):
+        words = ["eval", str(place / "model"), "--tasks", "sort,reverse", "--limit", "2", "--out", str(tmp_path)]
+        assert duoka(words) == 0
+        shown = "".join(capsys.readouterr())  # both streams are one terminal
+        lines = [line.split()[0] for line in shown.splitlines() if "(n 2" in line]
+        assert lines == ["sort", "reverse"], shown
 
 
 def test_items_that_do_not_fit_are_cut_and_counted(place, tmp_path, monkeypatch):

@@ -18,6 +18,10 @@ from duoka.model.gguf import BOUNDS, check_gguf, name_of_cut, write_gguf
 
 gguf = pytest.importorskip("gguf")
 TEXT = "Who are you? I am duoka, 多卡, and 42 cards train."
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -92,6 +96,16 @@ def test_a_file_that_came_out_wrong_is_no_file(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(Exception, match="off by"):
         write_gguf(folder, "f16", "model")
     assert not list(folder.glob("*.gguf"))
+
+
+def test_positions_that_are_stretched_as_llama_3_s_are_written_as_transformers_computes_them(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama", rope_parameters=LLAMA3, head_dim=64)
+    path = write_gguf(folder, "f16", "model").path
+    (divisors,) = (one.data for one in gguf.GGUFReader(path).tensors if one.name == "rope_freqs.weight")
+    wanted = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb.inv_freq
+    plain = LLAMA3["rope_theta"] ** -(torch.arange(0, 64, 2) / 64)
+    assert torch.allclose(plain / torch.tensor(divisors), wanted, rtol=1e-5)
+    assert 1 in divisors and 8 in divisors and any(1 < one < 8 for one in divisors)
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) -> None:

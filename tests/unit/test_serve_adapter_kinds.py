@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from duoka.errors import ConfigError
 from duoka.model.build import load_adapter
+from duoka.model.slots import SequenceCache
+from duoka.serve.api.start import Settings, build_service
 from duoka.serve.batching.adapters import RowAdapters, why_not_by_rows
-from duoka.serve.load_run import Trained
+from duoka.serve.load_run import Trained, find_trained
 from duoka.serve.score_tasks import weights_digest
 
 ONE, ALL = "layers.1.self_attn.q_proj", "q_proj"
@@ -80,8 +82,39 @@ def test_alphas_and_ranks_by_pattern_are_those_of_peft(
 )
 def test_adapters_that_are_more_than_products_are_left_to_peft(tmp_path: Path, made: dict, reason: str) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, **made}), "utf-8")
+    save_file({"base_model.model.q.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     found = why_not_by_rows(tmp_path)
     assert reason in found and bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [20, 21]},
+        {"target_modules": ["q_proj"], "lora_bias": True},
+    ],
+)
+def test_what_lies_beside_products_counts_in_an_answer(folder: Path, tmp_path: Path, made: dict) -> None:
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(read(folder), peft.LoraConfig(r=4, init_lora_weights=False, **made))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "trainable_tokens" in name or name.endswith("lora_B.default.bias"):
+                parameter.add_(1.0)
+    adapted.save_pretrained(tmp_path)
+    facts = json.loads((tmp_path / "adapter_config.json").read_text(encoding="utf-8"))
+    told = json.dumps(facts | {"base_model_name_or_path": str(folder)})
+    (tmp_path / "adapter_config.json").write_text(told, encoding="utf-8")
+    ids = list(range(8, 28))
+    with torch.no_grad():
+        wanted = adapted.eval()(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    settings = Settings(num_rows=1, cache_bytes=1 << 20, precision="fp32")
+    service = build_service(find_trained(str(tmp_path), say=print), {}, settings)
+    assert list(service.adapters.values()) == [None], "served alone"
+    model = service.scheduler.model
+    found = model.read(SequenceCache(len(ids)), ids, 0, None, keep_all=True)[:-1].log_softmax(-1)
+    assert float((found - wanted).abs().max()) < 1e-4
 
 
 def test_a_score_is_of_the_adapters_that_answered_by_what_they_hold(folder: Path, tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ def test_a_pipe_is_answered_line_by_line(
         (["export", "RUN", "-o", "new", "--adapter", "--dtype", "bf16"], "an adapter keeps its own type"),
         (["export", "MODEL", "-o", "new", "--adapter"], "has no adapter"),
         (["export", "MODEL", "-o", "new", "--checkpoint", "7"], "is no run"),
+        (["serve", "MODEL", "--api-key", "密钥"], "letters that clients cannot send"),
         (["eval", "MODEL"], "it has no evaluation data"),
         (["eval", "MODEL", "--data", "idenity"], "identity"),
     ],

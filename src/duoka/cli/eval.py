@@ -73,7 +73,7 @@ def command(
         return run_same_command(["eval", target, *given], num_processes, part)
     if asked_tasks is not None:
         is_first = place is None or place.rank == 0
-        return score(trained, asked_tasks, flags.folder(trained), speak, base=base, as_json=as_json, speaks=is_first)
+        return score(trained, asked_tasks, flags.folder(trained), base=base, as_json=as_json, speaks=is_first)
     if asked is not None and not names and asked.is_on("predict_with_generate"):
         return _predict(trained, asked, read, base, as_json)
     from duoka.serve.evaluate import evaluate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,23 +63,26 @@ class TaskFlags:
         return Path("evals") / (re.sub(r"[^\w.-]+", "-", trained.name.strip("/")) or "model")
 
 
-def score(
-    trained: Trained, asked: Asked, out: Path, say: Callable[[str], None], *, base: bool, as_json: bool, speaks: bool
-) -> int:
-    """Measure in this process's world, and print on rank 0."""
+def score(trained: Trained, asked: Asked, out: Path, *, base: bool, as_json: bool, speaks: bool) -> int:
+    """Measure in this process's world, and print on rank 0: each task's score when it is there."""
     from duoka.serve.score_tasks import score_tasks
 
-    found = score_tasks(trained, asked, out, base_only=base, say=say)
-    if not speaks:
-        return 0
-    if as_json:
+    is_shown = speaks and not as_json
+    if is_shown:
+        click.echo(f"{trained.name} before training" if base else trained.name)
+
+    def show(sentence: str) -> None:
+        if is_shown:
+            click.echo(f"  {sentence}")
+
+    found = score_tasks(trained, asked, out, base_only=base, say=show)
+    if speaks and as_json:
         click.echo(json.dumps({"model": trained.name, "folder": str(out), "tasks": [asdict(one) for one in found]}))
+    if not is_shown:
         return 0
-    label = f"{trained.name} before training" if base else trained.name
-    lines = [label, *(f"  {one.sentence()}" for one in found)]
     core = [one for one in found if one.task.startswith("core/")]
     if len(core) > 1:
         mean = sum(one.centered for one in core) / len(core)
-        lines.append(f"  CORE {mean:.4f} (mean of {len(core)} centered scores)")
-    click.echo("\n".join([*lines, f"  every item: {out}"]))
+        click.echo(f"  CORE {mean:.4f} (mean of {len(core)} centered scores)")
+    click.echo(f"  every item: {out}")
     return 0

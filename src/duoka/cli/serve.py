@@ -55,6 +55,9 @@ def command(
     from duoka.serve.load_run import find_trained
 
     leave_with_starter()
+    key = (api_key or os.environ.get("DUOKA_API_KEY", "")).strip()  # a secret's file often ends in a newline
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("the key holds letters that clients cannot send", fix="a key of letters, digits, - and _")
     adapters = {}
     for one in named:
         name, mark, run = one.partition("=")
@@ -62,7 +65,6 @@ def command(
             raise ConfigError(f"--adapter is {one!r}", fix="write --adapter NAME=RUN, each name once")
         adapters[name] = find_trained(run, say=say)
     trained = find_trained(target, step=checkpoint, say=say)
-    key = api_key or os.environ.get("DUOKA_API_KEY", "")
     settings = Settings(host, port, key, slots, max_waiting, int((cache_gib or 0) * (1 << 30)), precision)
     service = build_service(trained, adapters, settings)
     server = open_server(service, settings)

@@ -44,6 +44,7 @@ _ELSEWHERE = (
     "models and tokenizers; or serve the folder itself: duoka serve, vLLM, SGLang"
 )
 _NO_CHANGE = ("NFC",)  # llama.cpp knows no normal forms; text is in this one as it is typed
+_DIVISORS = "rope_freqs.weight"
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
 
@@ -64,7 +65,8 @@ def check_gguf(folder: Path, tokenizer: Path | None = None) -> None:
     if kind not in _ARCHITECTURES:
         raise ConfigError(f"--gguf does not know the architecture {kind}", fix=f"known: {', '.join(_ARCHITECTURES)}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
+    stretch = rope.get("rope_type", rope.get("type", "default"))
+    if stretch != "default" and (kind, stretch) != ("llama", "llama3"):
         raise ConfigError(f"--gguf does not write the stretched positions of this model ({rope})", fix=_ELSEWHERE)
     for what in _unwritten(config, rope):
         raise ConfigError(
@@ -115,6 +117,8 @@ def _write(
     _add_facts(writer, config, name)
     _add_tokenizer(writer, tokenizer, _stops(folder), int(config["vocab_size"]))
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    if (divisors := _divisors_of_turns(config)) is not None:
+        writer.add_tensor(_DIVISORS, divisors)
     for tensor_name, values in _tensors(folder, config):
         short = names.get_name(tensor_name, try_suffixes=(".weight", ".bias"))
         if short is None:
@@ -135,8 +139,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _add_facts(writer: Any, config: Mapping[str, Any], name: str) -> None:
     heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config.get("rope_parameters") or {}
+    head_dim = _head_dim(config)
     writer.add_name(name)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -147,12 +150,34 @@ def _add_facts(writer: Any, config: Mapping[str, Any], name: str) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0))
+    writer.add_rope_freq_base(_theta(config))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
 
 
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def _theta(config: Mapping[str, Any]) -> float:
+    rope = config.get("rope_parameters") or {}
+    return float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+
+
 # --- weights ---
+
+
+def _divisors_of_turns(config: Mapping[str, Any]) -> np.ndarray | None:
+    """By what the turn of each pair of a head is divided, where positions are stretched as Llama 3.1's: pairs that turn
+    seldom within the text of the first training by `factor`, those that turn often by 1, and between in between."""
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") != "llama3":
+        return None
+    size = _head_dim(config)
+    turns = rope["original_max_position_embeddings"] * _theta(config) ** -(np.arange(0, size, 2) / size) / (2 * np.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)  # of a pair's own turn
+    return np.asarray(1 / (kept + (1 - kept) / rope["factor"]), np.float32)
 
 
 def _tensors(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
@@ -189,7 +214,7 @@ def _stored(gguf: Any, values: np.ndarray, kind: str) -> tuple[np.ndarray, Any]:
 
 def _check(gguf: Any, path: Path, folder: Path, config: Mapping[str, Any], names: Any, kind: str) -> float:
     """Read the file again: each tensor is there, and as near as its type allows."""
-    written = {one.name: one for one in gguf.GGUFReader(path).tensors}
+    written = {one.name: one for one in gguf.GGUFReader(path).tensors if one.name != _DIVISORS}
     worst = 0.0
     for name, values in _tensors(folder, config):
         one = written.pop(names.get_name(name, try_suffixes=(".weight", ".bias")))

@@ -70,7 +70,7 @@ def find_asked(asked: Asked, base: Path = Path()) -> list[Task]:
 def score_tasks(
     trained: Trained, asked: Asked, out: Path, *, base_only: bool = False, say: Callable[[str], None]
 ) -> list[TaskScore]:
-    """Every task's score, on every process of the world; rank 0 writes the files."""
+    """Every task's score, on every process of the world; rank 0 writes the files, and says each as soon as it is there."""
     from duoka.comm.world import end_world, start_world
 
     tasks = find_asked(asked)
@@ -104,7 +104,9 @@ def _score_all(
         items, window = in_order(task, asked.limit), window_of(model.core)
         prompts = make_prompts(task, items, tokenizer, window, asked.max_new_tokens)
         facts = _facts(trained, asked, prompts, base_only)
-        scores.append(_score_one(world, prompts, model, stops, asked, _folder_of(out, prompts, facts), facts, say))
+        scores.append(_score_one(world, prompts, model, stops, asked, _folder_of(out, prompts, facts), facts))
+        if world.is_main:
+            say(scores[-1].sentence())
     return scores
 
 
@@ -148,7 +150,7 @@ def _adapter_digest(folder: Path) -> str:
 
 def _score_one(
     world: World, prompts: Prompts, model: Any, stops: frozenset[int], asked: Asked, folder: Path,
-    facts: dict[str, Any], say: Callable[[str], None],
+    facts: dict[str, Any],
 ) -> TaskScore:  # fmt: skip
     from duoka.parallel.task_rows import TaskScore, score_items, summarize
     from duoka.parallel.task_score import compute_rows
@@ -170,7 +172,6 @@ def _score_one(
         write_text_atomic(folder / ITEMS, "".join(one.line() + "\n" for one in scored))
         write_json_atomic(folder / RESULT, {**facts, "limit": asked.limit, "score": asdict(found)})
         (folder / PART).unlink(missing_ok=True)
-        say(found.sentence())
     agreed: TaskScore = world.agree(found)
     return agreed
 

@@ -32,13 +32,14 @@ from duoka import __version__
 from duoka.errors import ConfigError
 from duoka.hub.base import read_base, refuse_other_base
 from duoka.serve.api.answers import Gone, Reply
+from duoka.serve.api.bodies import has_body, read_body
 from duoka.serve.api.fields import BadRequest, Fields, several
 from duoka.serve.api.requests import Asked, Facts, adapter_of, read_chat, read_completion
 from duoka.serve.batching.scheduler import IsClosing, Scheduler
 from duoka.serve.load_run import find_run
 
-MOST_BYTES = 32 << 20  # of a request
 SILENCE_S = 60.0  # a client that neither sends nor takes anything for so long has gone
+_UNREAD_S = 5.0  # for so long what is refused unread is taken all the same, so that its sender hears why
 _BROKEN = (  # what reading an adapter's files raises, whatever they hold
     ConfigError, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, re.error,
     SafetensorError,
@@ -146,7 +147,13 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing: prompts and keys belong into no log."""
 
     def do_GET(self) -> None:
-        path = self.path.split("?")[0]
+        has_one = has_body(self.headers)  # it would be the next request
+        self.close_connection = self.close_connection or has_one
+        self._get(self.path.split("?")[0])
+        if has_one:
+            self._take_unread()
+
+    def _get(self, path: str) -> None:
         if path in _PAGES:
             name, kind = _PAGES[path]
             text = resources.files("duoka.serve.api").joinpath(name).read_bytes()
@@ -169,7 +176,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(routes.get(self.path.split("?")[0]))
 
     def _answer(self, route: Callable[[], None] | None) -> None:
-        self.is_answered = False
+        self.is_answered = self.is_read = False
         try:
             if not self._has_key():
                 raise BadRequest(
@@ -180,8 +187,11 @@ class Handler(BaseHTTPRequestHandler):
             route()
         except BadRequest as error:
             # A body that nobody has read would be taken for the next request.
-            self.close_connection = self.close_connection or (self.command == "POST" and error.status in (401, 404))
+            is_unread = self.command == "POST" and not self.is_read
+            self.close_connection = self.close_connection or is_unread
             self._json(error.status, error.to_json())
+            if is_unread:
+                self._take_unread()
         except IsClosing as error:
             self._json(503, BadRequest(str(error), status=503).to_json())
         except Gone:
@@ -201,15 +211,10 @@ class Handler(BaseHTTPRequestHandler):
         return hmac.compare_digest(given.encode(), self.service.key.encode())
 
     def _body(self) -> object:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal():
-            self.close_connection = True
-            raise BadRequest("a request needs a Content-Length", status=411)
-        if int(length) > MOST_BYTES:
-            self.close_connection = True  # what follows is not read
-            raise BadRequest(f"a request has at most {MOST_BYTES >> 20} MiB", status=413)
+        raw = read_body(self.headers, self.rfile)
+        self.is_read = True
         try:
-            body = json.loads(self.rfile.read(int(length)))
+            body = json.loads(raw)
             json.dumps(body, ensure_ascii=False).encode()
         except UnicodeEncodeError:  # no tokenizer and no answer can hold it
             raise BadRequest("the body holds half a character (\\ud800 to \\udfff without its other half)") from None
@@ -251,8 +256,11 @@ class Handler(BaseHTTPRequestHandler):
         if not asked.is_stream:
             self._json(200, reply.whole())
             return
+        self.is_chunked = self.request_version != "HTTP/1.0"  # such a client would read the chunks' sizes as text
+        self.close_connection = self.close_connection or not self.is_chunked
+        more = {"Transfer-Encoding": "chunked"} if self.is_chunked else {"Connection": "close"}
         self.send_response(200)
-        self._headers("text/event-stream; charset=utf-8", {"Transfer-Encoding": "chunked", "Cache-Control": "no-cache"})
+        self._headers("text/event-stream; charset=utf-8", {**more, "Cache-Control": "no-cache"})
         try:
             for frame in reply.stream():
                 self._event(json.dumps(frame, ensure_ascii=False))
@@ -262,7 +270,8 @@ class Handler(BaseHTTPRequestHandler):
             reply.cancel()
             raise Gone from None
         self._event("[DONE]")
-        self.wfile.write(b"0\r\n\r\n")
+        if self.is_chunked:
+            self.wfile.write(b"0\r\n\r\n")
 
     def _embed(self) -> None:
         fields, service = Fields(self._body()), self.service
@@ -323,8 +332,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def _event(self, data: str) -> None:
         line = f"data: {data}\n\n".encode()
-        self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line) if self.is_chunked else line)
         self.wfile.flush()
+
+    def _take_unread(self) -> None:
+        """Closed while bytes lie unread, a connection is reset, and the answer on its way is lost with it."""
+        until = time.monotonic() + _UNREAD_S
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(1.0)
+            while self.connection.recv(1 << 20) and time.monotonic() < until:
+                pass
 
     def _is_gone(self) -> bool:
         """Whether the client hung up while its answer was awaited."""

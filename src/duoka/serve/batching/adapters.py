@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
-from duoka.config.adapters import TAKES_FROM_BASE
+from duoka.config.adapters import TAKES_FROM_BASE, WEIGHTS
 from duoka.errors import ConfigError, typed
 from duoka.model.adapters import refuse_unread
 
 _PREFIX = "base_model.model."
+_PRODUCTS = (".lora_A.weight", ".lora_B.weight")
 # What of adapter_config.json makes an adapter more than products beside linear layers.
 _MORE = {
     "use_dora": "it has DoRA's magnitudes",
@@ -118,7 +120,16 @@ def why_not_by_rows(folder: Path) -> str:
     start = str(facts.get("init_lora_weights", "")).lower()
     if start.startswith(TAKES_FROM_BASE):
         return f"it was begun by {start}, which changes the weights below it"
-    return ""
+    return _what_is_no_product(folder / WEIGHTS)
+
+
+def _what_is_no_product(file: Path) -> str:
+    """Of embeddings, of single tokens, of biases: PEFT writes them beside the products, whatever the settings say."""
+    if not file.is_file():
+        return f"there is no {file.name} in it"
+    with safe_open(file, framework="pt") as opened:
+        others = [name for name in opened.keys() if not name.endswith(_PRODUCTS)]  # noqa: SIM118  (a handle)
+    return f"it holds {others[0].removeprefix(_PREFIX)}, which is no product beside a linear layer" if others else ""
 
 
 def _read(folder: Path, modules: dict[str, torch.nn.Module], device: torch.device, dtype: torch.dtype) -> Matrices:
@@ -129,12 +140,10 @@ def _read(folder: Path, modules: dict[str, torch.nn.Module], device: torch.devic
             fix=f"serve it alone: duoka serve {typed(folder)}",
         )
     facts = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors = load_file(folder / WEIGHTS)
     found: Matrices = {}
     for key, down in tensors.items():
         if not key.endswith(".lora_A.weight"):
-            if not key.endswith(".lora_B.weight"):
-                raise ConfigError(f"the adapter in {folder} holds {key}, which is no product of LoRA")
             continue
         module = key.removesuffix(".lora_A.weight").removeprefix(_PREFIX)
         up = tensors[f"{_PREFIX}{module}.lora_B.weight"]
