@@ -16,7 +16,8 @@ import pytest
 from serving import KEY, kept_busy, serving
 from tiny import write_tiny_model
 
-from duoka.serve.api.server import MOST_BYTES, Server
+from duoka.serve.api.bodies import MOST_BYTES
+from duoka.serve.api.server import Server
 
 ASK = [{"role": "user", "content": "Who are you? 你是谁？"}]
 
@@ -189,7 +190,8 @@ def test_what_changes_nothing_is_taken(server: Server) -> None:
     quiet = {"user": "me", "store": False, "metadata": {}, "response_format": {"type": "text"}, "n": None}
     parts = [{"type": "text", "text": ASK[0]["content"]}]
     told = chat(server, **quiet, messages=[{"role": "user", "content": parts}])
-    assert told["choices"] == chat(server)["choices"]
+    assert told["choices"] == chat(server, logprobs=False, top_logprobs=0)["choices"] == chat(server)["choices"]
+    assert complete(server, suffix="")["choices"] == complete(server)["choices"]
 
 
 def test_too_long_a_prompt_is_told_the_window(server: Server) -> None:

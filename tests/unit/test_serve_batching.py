@@ -22,7 +22,7 @@ from duoka.model.result import copy_tokenizer
 from duoka.model.sampling import Sampling
 from duoka.model.slots import SequenceCache, register_slot_attention
 from duoka.serve.api.start import Settings, build_service
-from duoka.serve.batching.model import CHUNK, SlotModel
+from duoka.serve.batching.model import CHUNK, Next, SlotModel
 from duoka.serve.batching.scheduler import Done, Failed, IsFull, Job, Scheduler, Scored, TooLarge, TooMany
 from duoka.serve.load_run import find_trained
 
@@ -250,6 +250,19 @@ def test_an_adapter_that_goes_ends_its_own_answers_and_no_other(
     scheduler.submit([late])
     with pytest.raises(AssertionError, match="'one' was unloaded"):
         answer(late)
+
+
+@pytest.mark.parametrize("family", ["phi3", "gpt_bigcode"])
+def test_parts_of_one_product_are_computed_alone_as_beside_others(tmp_path: Path, family: str) -> None:
+    folder = write_family(tmp_path, family, tokenizer=build_tiny_tokenizer())
+    lm = load_model(ModelRequest(folder, dtype=torch.float32, attention=register_slot_attention())).eval()
+    model, found = SlotModel(lm, 4), []
+    for count in (1, 3):
+        caches = [SequenceCache(20) for _ in range(count)]
+        for place, cache in enumerate(caches):
+            model.read(cache, [9, 8, 7 + place], 0, None)
+        found.append(model.decode([Next(cache, 50, 3) for cache in caches])[0])
+    assert torch.equal(*found)
 
 
 def test_an_adapter_of_other_sizes_is_refused(adapters: dict[str, Path], tmp_path: Path) -> None:

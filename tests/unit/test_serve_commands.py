@@ -120,8 +120,25 @@ def test_a_pipe_is_answered_line_by_line(
 
 
 @pytest.mark.parametrize(
+    ("second", "said"),
+    [("x" * 3000, "line 2 is not answered, nor what follows: the conversation has 3,0"), ("\udcff", "no UTF-8 text")],
+)
+def test_a_line_that_cannot_be_asked_is_named(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], second: str, said: str
+) -> None:
+    """Bytes that the locale does not know come as halves of characters: of ASCII's, UTF-8 may be meant."""
+    first = "你好".encode().decode("ascii", "surrogateescape")
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{first}\n{second}\nHi\n"))
+    assert duoka(["chat", str(tiny_model), "--max-new-tokens", "3", "--json"]) == 2
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["prompt"] == "你好" and said in shown.err and "/new" not in shown.err
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["chat", "MODEL", "--prompt", "\udcff\udcfe"], "no UTF-8 text"),
+        (["chat", "MODEL", "--prompt", "Hi", "--temperature", "nan"], "temperature nan and top_p 0.95 draw nothing"),
         (["chat", "./nowhere", "--prompt", "Hi"], "neither a run nor a model"),
         (["eval", "./nowhere"], "neither a run nor a model"),
         (["export", "./nowhere", "-o", "out"], "neither a run nor a model"),

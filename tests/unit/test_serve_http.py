@@ -8,7 +8,6 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from serving import KEY, serving
@@ -58,7 +57,9 @@ def text_of(answer: bytes) -> str:
 
 
 def test_a_stream_to_an_older_client_is_not_cut_into_chunks_and_ends_with_the_connection(server: Server) -> None:
-    told, _, body = say(server, head(f"Content-Length: {len(STREAMED)}", version="1.0"), STREAMED).partition(b"\r\n\r\n")
+    told, _, body = say(server, head(f"Content-Length: {len(STREAMED)}", version="1.0"), STREAMED).partition(
+        b"\r\n\r\n"
+    )
     assert statuses(told) == [200] and b"Transfer-Encoding" not in told
     events = [part.removeprefix("data: ") for part in body.decode().split("\n\n") if part]
     assert events[-1] == "[DONE]"

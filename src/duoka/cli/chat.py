@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -61,7 +62,7 @@ def command(
     A pipe is answered line by line: echo "Who are you?" | duoka chat runs/identity
     """
     from duoka.cli.target import find_target
-    from duoka.serve.chat import Chat, answer_lines, answer_once, talk, write_stdout
+    from duoka.serve.chat import Chat, answer_lines, answer_once, as_text, talk, write_stdout
     from duoka.serve.load_run import load_chat_tokenizer, load_for_chat
     from duoka.serve.tools import find_tools
 
@@ -69,6 +70,7 @@ def command(
     in_terminal = prompt is None and sys.stdin.isatty()
     given = ChatOptions(temperature, top_p, max_new_tokens, seed)
     system = asked.get("default_system") if asked is not None and system is None else system
+    system, prompt = (text if text is None else as_text(text) for text in (system, prompt))
     tokenizer = load_chat_tokenizer(trained)
     found = find_tools([name.strip() for name in tools.split(",") if name.strip()], tokenizer)
     if "python" in found:
@@ -116,7 +118,7 @@ def choose_sampling(
         int(pick(given.max_new_tokens, asked.whole("max_new_tokens") if asked else None, max_new_tokens)),
         int(pick(given.seed, asked.number("seed") if asked else None, 0)),
     )
-    if found.temperature < 0 or not 0 < found.top_p <= 1:
+    if not 0 <= found.temperature < math.inf or not 0 < found.top_p <= 1:
         what = f"temperature {found.temperature:g} and top_p {found.top_p:g} draw nothing"
         raise ConfigError(what, fix="write a temperature of at least 0, and a top_p above 0 and up to 1")
     return found

@@ -102,6 +102,8 @@ def attend_slots(
     if slots is None:
         raise RuntimeError("a layer does not hand on what it is called with, so sequences cannot be told apart")
     rows, heads, tokens = query.shape[:3]
+    if tokens == 1:  # parts of one product (Phi-3) lie side by side alone and apart beside others: two ways to compute
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     how = Scoring(scaling, find_window(module, sliding_window), softcap, sinks=s_aux)
     if tokens == 1 and not how.is_written_out and _is_plain(query, key, value):
         layer, scale = int(module.layer_idx), query.shape[-1] ** -0.5 if scaling is None else scaling  # type: ignore[arg-type]
@@ -118,7 +120,7 @@ def attend_slots(
 def _is_plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether the compiled attention takes them."""
     alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == key.shape[-1] == value.shape[-1]
-    return alike and all(one.is_contiguous() for one in (query, key, value)) and native.serves(query, key, value)
+    return alike and native.serves(query, key, value)
 
 
 def _look(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring, start: int) -> torch.Tensor:

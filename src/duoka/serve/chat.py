@@ -32,6 +32,18 @@ class NoRoom(ConfigError):
     """A conversation as long as the model's window, or longer."""
 
 
+class NotText(ConfigError):
+    """Bytes that are no text."""
+
+
+def as_text(said: str) -> str:
+    """What was typed or piped; where the locale knows ASCII alone, the UTF-8 that its bytes are."""
+    try:
+        return said.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError:
+        raise NotText("what was asked is no UTF-8 text", fix="convert it:   iconv -f LATIN1 -t UTF-8") from None
+
+
 @dataclass
 class Chat:
     """A model, its tokenizer, and the messages so far."""
@@ -49,7 +61,7 @@ class Chat:
         Calls of tools are made, and the model goes on with what they answered; each is shown as a line of its own.
         """
         before = len(self.messages)
-        self.messages.append({"role": "user", "content": text})
+        self.messages.append({"role": "user", "content": as_text(text)})
         for number in range(MOST_CALLS + 1):
             pieces: list[str] = []
             calls: list[dict[str, Any]] = []
@@ -103,7 +115,7 @@ class Chat:
         if window is not None and len(ids) >= window:
             raise NoRoom(
                 f"the conversation has {len(ids):,} tokens, and the model's window is {window:,}",
-                fix="/new begins anew; or ask for less at once",
+                fix="ask for less at once",
             )
         return ids
 
@@ -136,9 +148,13 @@ def answer_once(chat: Chat, prompt: str, write: Write, *, as_json: bool = False)
 
 def answer_lines(chat: Chat, lines: Iterable[str], write: Write, *, as_json: bool = False) -> None:
     """Answer every line of a pipe, each for itself; blank lines are passed over."""
-    for line in lines:
-        if line.strip():
-            answer_once(chat, line.strip(), write, as_json=as_json)
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                answer_once(chat, as_text(line.strip()), write, as_json=as_json)
+        except (NoRoom, NotText) as error:
+            what = f"line {number} is not answered, nor what follows: {error.what}"
+            raise ConfigError(what, fix=error.fix or None) from None
 
 
 def talk(chat: Chat, read: Callable[[str], str], write: Write) -> None:
@@ -171,7 +187,9 @@ def _show_answer(chat: Chat, text: str, write: Write) -> None:
     except KeyboardInterrupt:
         write(" (broken off)")
     except NoRoom as error:  # the terminal goes on: /new is typed there
-        write(f"({error.what}: {error.fix})")
+        write(f"({error.what}: /new begins anew; or {error.fix})")
+    except NotText as error:
+        write(f"({error.what})")
     finally:
         answer.close()  # type: ignore[attr-defined]
     write("\n")

@@ -22,7 +22,7 @@ UNSERVED: Mapping[str, tuple[Any, str]] = {
     "web_search_options": (None, "nothing here leaves this machine"),
     "functions": (None, "write tools"),
     "function_call": (None, "write tool_choice"),
-    "suffix": (None, "text is completed at its end only"),
+    "suffix": ("", "text is completed at its end only"),
     "reasoning_effort": (None, "models here have no such setting"),
     "verbosity": (None, "models here have no such setting"),
     "dimensions": (None, "vectors have as many numbers as the model is wide"),

@@ -77,7 +77,7 @@ def read_chat(raw: object, facts: Facts) -> Asked:
     newer = fields.whole("max_completion_tokens", None, 1)
     older = fields.whole("max_tokens", newer, 1)
     wants, num_top = fields.flag("logprobs"), fields.whole("top_logprobs", None, 0, MOST_TOP)
-    if num_top is not None and not wants:
+    if num_top and not wants:
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
     return _asked(
         fields, facts, True, model, adapter, [prompt], newer or older or USUAL_NEW, (num_top or 0) if wants else None,
