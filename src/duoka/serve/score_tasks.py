@@ -70,7 +70,7 @@ def find_asked(asked: Asked, base: Path = Path()) -> list[Task]:
 def score_tasks(
     trained: Trained, asked: Asked, out: Path, *, base_only: bool = False, say: Callable[[str], None]
 ) -> list[TaskScore]:
-    """Every task's score, on every process of the world; rank 0 writes the files, and says each as soon as it is there."""
+    """Every task's score, on every process of the world; rank 0 writes the files, and says each when it is there."""
     from duoka.comm.world import end_world, start_world
 
     tasks = find_asked(asked)
