@@ -33,7 +33,8 @@ class Table:
         self.run = RunFolder(tmp_path / "run")
         self.run.make()
         self.secret = write_secret(self.run.path)
-        self.meeting = Meeting([listener], Rules(least, most, *self.address, **rules), self.run, 2, SAME, self.secret)
+        counts, typed = rules.pop("counts", ()), Rules(least, most, *self.address, **rules)
+        self.meeting = Meeting([listener], typed, self.run, 2, SAME, self.secret, counts)
         self.members, self.heard = {}, {}
 
     def connect(self):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from duoka.cluster.launcher import Launcher
     from duoka.config.loaded import Loaded
     from duoka.config.schema import RunConfig
     from duoka.errors import Fault
@@ -43,6 +44,32 @@ def load_checked(
     for note in loaded.notes if say else ():
         click.echo(f"note: {note}", err=True)
     return loaded
+
+
+def machine_counts(loaded: Loaded, machine: Machine, launcher: Launcher, num_processes: int) -> tuple[int, ...]:
+    """Of machines that come and go: how many may train together, for `tensor: 4` is no matter of any number of ranks.
+
+    Without this a run ended, refused by its own config, when a machine was lost. Others than these are said.
+    """
+    from duoka.cli.model_facts import shape_for_axes
+    from duoka.cluster.elastic import ComingAndGoing
+    from duoka.plan.choose import check_machine
+
+    if not isinstance(launcher, ComingAndGoing):
+        return ()
+    shape = shape_for_axes(loaded.config, loaded.base)
+    counts, faults = [], {}
+    for count in range(launcher.rules.least, launcher.rules.most + 1):
+        found = check_machine(loaded.config, machine, count * num_processes, num_processes, shape)
+        if found:
+            faults[count] = found[0].what
+        else:
+            counts.append(count)
+    if faults:
+        most = max(faults)
+        many = f"{' or '.join(map(str, counts))} machines can train together, and others wait"
+        click.echo(f"note: {many}; with {most}: {faults[most]}", err=True)
+    return tuple(counts)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import click
 from duoka.cli import processes
 from duoka.cli.hosts import host_options
 from duoka.cli.outcome import print_plan, print_verdict
-from duoka.cli.prepare import Say, finish, load_checked, prepare_run
+from duoka.cli.prepare import Say, finish, load_checked, machine_counts, prepare_run
 
 if TYPE_CHECKING:
     from duoka.cluster.launcher import Launcher, Spec
@@ -194,7 +194,8 @@ def _start_here(
             here = known_folder(loaded.config.model, loaded.base)
             if forks is not None and here is not None:
                 forks.imports += imports_of_model(here)
-            spec = _spec(loaded, run, num_processes, config, *overrides, **how)
+            counts = machine_counts(loaded, machine, launcher, num_processes)
+            spec = _spec(loaded, run, num_processes, config, *overrides, counts=counts, **how)
             is_prepared()
             return _report(launcher.start(spec, Say()))
         with hold_run(run):

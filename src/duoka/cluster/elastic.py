@@ -123,7 +123,7 @@ def open_meeting(rules: Rules, spec: Spec) -> Iterator[Meeting | None]:
             secret = write_secret(run.path)
         except OSError as error:
             raise StorageError(f"cannot write in {run.path}: {error.strerror or error}") from None
-        meeting = Meeting(listeners, rules, run, spec.num_processes, _identity(rules, spec), secret)
+        meeting = Meeting(listeners, rules, run, spec.num_processes, _identity(rules, spec), secret, spec.counts)
         meeting.start()
         try:
             yield meeting

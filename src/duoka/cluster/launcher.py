@@ -31,6 +31,7 @@ class Spec:
     stop_within_s: float | None = None  # from a stop request until ranks are killed; None: auto, inf: never
     hang_after_s: float | None = None  # the silence that counts as a hang; None: auto, inf: never
     identity: Mapping[str, str] = field(default_factory=dict)  # what must be the same on all machines
+    counts: tuple[int, ...] = ()  # numbers of machines that the config has a layout for; empty: any
     forks: ForkServer | None = None  # who starts ranks without importing all again; None: each is started by itself
 
 

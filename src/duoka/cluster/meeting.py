@@ -76,10 +76,11 @@ class _World:
 class Meeting(threading.Thread):
     def __init__(
         self, listeners: Sequence[socket.socket], rules: Rules, run: RunFolder, num_processes: int,
-        identity: Mapping[str, str], secret: str,
+        identity: Mapping[str, str], secret: str, counts: Sequence[int] = (),
     ) -> None:  # fmt: skip
         super().__init__(name="duoka-meeting", daemon=True)
         self.rules, self.run_folder, self.num_processes, self.identity = rules, run, num_processes, dict(identity)
+        self._counts = sorted(counts) or range(rules.least, rules.most + 1)  # of machines that a world may have
         self.verdict: Verdict | None = None
         self._listeners, self._admission = listeners, Admission(listeners, secret)
         self._members: list[Member] = []
@@ -212,8 +213,12 @@ class Meeting(threading.Thread):
 
     def _can_grow(self, world: _World) -> bool:
         waiting = [one for one in self._members if not one.leaving and one not in world.members]
-        has_place = len(world.members) < self.rules.most
-        return bool(waiting) and has_place and time.monotonic() - self._changed_at > LAST_CALL_S
+        is_larger = self._most_of(len(world.members) + len(waiting)) > len(world.members)
+        return is_larger and time.monotonic() - self._changed_at > LAST_CALL_S
+
+    def _most_of(self, num_here: int) -> int:
+        """How many of them a world takes; 0: it needs more."""
+        return max((count for count in self._counts if count <= num_here), default=0)
 
     def _close(self, world: _World) -> None:
         """All ranks have ended: the run's end, or another world."""
@@ -295,15 +300,16 @@ class Meeting(threading.Thread):
         is_last_call = self._number == 0 and now - self._changed_at <= LAST_CALL_S
         if now < self._not_before or (is_last_call and len(here) < rules.most):
             return
-        if len(here) >= rules.least and any(member.is_host for member in here):
-            return self._start(here[: rules.most])
+        num_machines, least = self._most_of(len(here)), self._counts[0]
+        if num_machines and any(member.is_host for member in here):
+            return self._start(here[:num_machines])
         if now - self._gathers_since > rules.wait_s:
-            what = f"{len(here)} of at least {rules.least} machines joined within {format_seconds(rules.wait_s)}"
+            what = f"{len(here)} of at least {least} machines joined within {format_seconds(rules.wait_s)}"
             fix = f"  start the same command on the others; the rendezvous is {rules.host}:{rules.port}"
             return self._finish(failed(Kind.LAUNCHER_LOST, what, fix))
         if len(here) != self._told_count:
             self._told_count = len(here)
-            self._tell_all(f"{len(here)} of at least {rules.least} machines are here; waiting for the others")
+            self._tell_all(f"{len(here)} of at least {least} machines are here; waiting for the others")
 
     def _start(self, members: list[Member]) -> None:
         before = self._number
