@@ -97,6 +97,16 @@ def test_a_command_whose_file_is_too_large_says_so_and_leaves_nothing(line, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == there, "half a result was left"
 
 
+def test_a_first_config_that_finds_no_room_leaves_no_empty_file(tmp_path, monkeypatch, capsys):
+    """The next try was refused: the empty file existed, and init overwrites nothing."""
+    monkeypatch.chdir(tmp_path)
+    with small_files(100):
+        assert cli.run(["init", "first.yaml"]) == 6
+    said = capsys.readouterr().err
+    assert "cannot write first.yaml" in said and "ulimit -f" in said, said
+    assert cli.run(["init", "first.yaml"]) == 0
+
+
 @pytest.mark.parametrize("line", ["plan sft.yaml --html", "data inspect sft.yaml --html"])
 def test_a_page_goes_where_it_is_asked_for_or_it_is_said_why_not(line, tmp_path, monkeypatch, capsys):
     """A folder that was not there was a bug."""

@@ -23,17 +23,23 @@ def check_name(file: str, verb: str) -> Path:
 
 def write_first(path: Path, text: str, verb: str) -> None:
     from duoka.errors import StorageError
+    from duoka.process.no_room import disk_error, more_room
 
+    is_ours = False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # "x" checks and creates in one step: no file is overwritten in a race either.
         with path.open("x", encoding="utf-8") as out:
+            is_ours = True
             out.write(text)
     except FileExistsError:
         raise _exists(str(path), verb) from None
     except OSError as error:
+        if is_ours:
+            path.unlink(missing_ok=True)
         what = f"cannot write {path}: {error.strerror or os.strerror(error.errno or 0)}"
-        raise StorageError(what, fix="give a file in a folder that you may write to") from None
+        fix = "give a file in a folder that you may write to"
+        raise StorageError(what, fix=f"{more_room(error)}, or {fix}" if disk_error(error) else fix) from None
 
 
 def _exists(file: str, verb: str) -> Exception:
