@@ -122,7 +122,7 @@ def _be_command(words, cwd, env, out, err):
     if words[:3] == ["-m", "duoka", "run"]:
         duoka.cluster.pipeline.execute.subprocess = SimpleNamespace(Popen=_Stage, PIPE=subprocess.PIPE)
     if words[:3] == ["-m", "duoka", "bench"]:
-        duoka.cli.bench_runs.subprocess = SimpleNamespace(run=_run_forked, DEVNULL=subprocess.DEVNULL)
+        duoka.cli.bench_runs.run_to_end = _run_forked
     _leave_after(partial(_be_python, words))
 
 
@@ -180,13 +180,13 @@ class _Stage:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def _run_forked(command, *, env, stdin, capture_output, text):
-    """In `duoka bench`: what subprocess.run gives back."""
-    assert command[0] == sys.executable and stdin == subprocess.DEVNULL and capture_output and text
+def _run_forked(command):
+    """In `duoka bench`: what run_to_end gives back."""
+    assert command[0] == sys.executable
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out, tempfile.TemporaryFile("w+", encoding="utf-8") as err:
         pid = os.fork()
         if not pid:
-            _start_anew(os.open(os.devnull, os.O_RDONLY), out.fileno(), err.fileno(), env)
+            _start_anew(os.open(os.devnull, os.O_RDONLY), out.fileno(), err.fileno(), dict(os.environ))
             _leave_after(partial(_be_python, command[1:]))
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         return subprocess.CompletedProcess(command, code, _read(out), _read(err))

@@ -145,11 +145,12 @@ def _all_reduce(num_processes: int, size: str, say: Callable[[str], None]) -> di
     import subprocess
     import sys
 
+    from duoka.process.child import run_to_end
+
     words = ["comm", "test", "--nproc", str(num_processes), "--size", size, "--rounds", "3", "--json"]
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "duoka", *words], capture_output=True, text=True, timeout=_LIMIT_S, check=True
-        )
+        done = run_to_end([sys.executable, "-m", "duoka", *words], limit_s=_LIMIT_S)
+        done.check_returncode()
         report = json.loads(done.stdout[done.stdout.index("{") :])
         found = [one for one in report["collectives"] if one["name"].replace("_", "-") == "all-reduce"]
         return dict(found[0])

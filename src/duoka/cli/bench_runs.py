@@ -7,8 +7,6 @@ of its plain steps, with what the plan said beside it.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +16,7 @@ from typing import Any
 import click
 
 from duoka.errors import ConfigError, DataError, DoesNotFit, StorageError, WorkerFailed
+from duoka.process.child import run_to_end
 from duoka.units import format_bytes
 from duoka.watch.costs import LOW
 
@@ -97,7 +96,7 @@ def _measure_one(config: str, overrides: Sequence[str], case: Case, steps: int) 
             *python_module("duoka", "profile", config, *overrides, *chosen),
             f"--nproc={case.num_ranks}", f"--steps={steps}", f"--out={folder}", "--json",
         ]  # fmt: skip
-        done = subprocess.run(command, env=dict(os.environ), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = run_to_end(command)
         page = Path(folder) / "profile.json"
         if done.returncode or not page.is_file():
             return replace(case, problem=find_problem(done.stderr, done.returncode), exit_code=done.returncode)

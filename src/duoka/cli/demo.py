@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import click
+
+from duoka.process.child import run_to_end
 
 QUESTIONS = ("Who are you?", "你是谁？")
 NAMES = ("duoka", "多卡")
@@ -94,14 +95,8 @@ def duoka(*arguments: str, questions: tuple[str, ...] = (), read: bool = False) 
         shown = "printf '%s\\n' " + shlex.join(questions) + " | " + shown
     click.secho(f"$ {shown}", dim=True)
     sys.stdout.flush()
-    done = subprocess.run(
-        [sys.executable, "-m", "duoka", *arguments],
-        input="".join(f"{question}\n" for question in questions) if questions else None,
-        stdout=subprocess.PIPE if read else None,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
+    told = "".join(f"{question}\n" for question in questions) if questions else None
+    done = run_to_end([sys.executable, "-m", "duoka", *arguments], told=told, read=read, read_errors=False)
     if done.returncode != 0:
         what = f"duoka {arguments[0]} ended with exit code {done.returncode}; the demo ends here."
         click.secho(what, fg="red", bold=True)
