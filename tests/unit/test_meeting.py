@@ -25,15 +25,14 @@ SAME = {"config": "a1", "--nproc": "2"}
 class Table:
     """A meeting and its members, in one thread."""
 
-    def __init__(self, tmp_path, least, most, **rules):
+    def __init__(self, tmp_path, least, most, *, counts=(), **rules):
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         listener.listen(32)
-        self.address = listener.getsockname()
-        self.run = RunFolder(tmp_path / "run")
+        self.address, self.run = listener.getsockname(), RunFolder(tmp_path / "run")
         self.run.make()
         self.secret = write_secret(self.run.path)
-        counts, typed = rules.pop("counts", ()), Rules(least, most, *self.address, **rules)
+        typed = Rules(least, most, *self.address, **rules)
         self.meeting = Meeting([listener], typed, self.run, 2, SAME, self.secret, counts)
         self.members, self.heard = {}, {}
 
@@ -392,7 +391,7 @@ def test_somebody_else_behind_the_address_gives_no_orders(tmp_path, monkeypatch,
         for opened in connections:
             opened.close()
     assert one.ranks is None and len(said) == 1 and why in said[0], "said once"
-    assert "the same folder for all machines" in str(caught.value)
+    assert all(words in str(caught.value) for words in (f"pid {os.getpid()}", "the same folder for all machines"))
 
 
 def test_a_refused_machine_is_a_config_error(tmp_path):

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from duoka.cluster.connection import SECRET, Wire, is_proven, new_nonce, prove, read_secret, write_secret
-from duoka.cluster.launch import ALLOW_LOOPBACK, wait_for_name
+from duoka.cluster.launch import ALLOW_LOOPBACK, find_port_owner, wait_for_name
 from duoka.cluster.launcher import Say, Spec
 from duoka.cluster.meeting import Meeting, Rules
 from duoka.cluster.patience import StopPatience
@@ -25,7 +25,7 @@ from duoka.cluster.run_lock import hold_meeting
 from duoka.cluster.supervise import Request, listen_to_signals, write_end
 from duoka.cluster.verdict import INTERRUPTED, LEFT_AT_ONCE, Kind, Verdict, stopped, verdict_of
 from duoka.errors import ConfigError, DuokaError, StorageError, WorkerFailed
-from duoka.process.interface import find_addresses, interface_environment, is_loopback
+from duoka.process.interface import find_addresses, interface_environment, is_loopback, is_own_address
 from duoka.process.lifeline import JOINS, QUIET
 from duoka.process.rank import LOGS_FOLDER, NUM_RESTARTS
 from duoka.units import format_seconds
@@ -80,9 +80,11 @@ class ComingAndGoing:
             machine = Machine(rules, spec, hello, say, request)
             if meeting is not None:
                 machine.is_meeting_well = lambda: meeting.is_alive() or meeting.verdict is not None
-                say(f"this machine owns the rendezvous at {rules.host}:{rules.port}; when it ends, the run ends")
+                say(f"this machine owns the rendezvous at {rules.place}; when it ends, the run ends")
             elif not request.stop_by:
-                say(f"the rendezvous is on another machine: {rules.host}:{rules.port}")
+                owner = find_owner_here(rules)
+                where = f"held here, by {owner}" if owner else "on another machine"
+                say(f"the rendezvous is {where}: {rules.place}")
             try:
                 while (verdict := machine.look()) is None:
                     time.sleep(_LOOK_EVERY_S)
@@ -161,8 +163,13 @@ def open_listeners(rules: Rules) -> list[socket.socket]:
                 one.close()
             if error.errno == errno.EADDRINUSE:  # another launcher here owns the rendezvous already
                 return []
-            raise ConfigError(f"cannot listen at {rules.host}:{rules.port}: {error.strerror}") from None
+            raise ConfigError(f"cannot listen at {rules.place}: {error.strerror}") from None
     return listeners
+
+
+def find_owner_here(rules: Rules) -> str:
+    """The process that has the rendezvous' port where its address is this machine's own; else empty."""
+    return find_port_owner(rules.port) if is_own_address(rules.host) else ""
 
 
 def _listen(family: socket.AddressFamily, address: tuple[Any, ...], port: int) -> socket.socket:
@@ -250,8 +257,8 @@ class Machine:
         rules, limit_s = self.rules, RETURN_S if self.was_there else self.rules.wait_s
         if time.monotonic() - self.apart_since < limit_s:
             return
-        place = f"{rules.host}:{rules.port}"
-        what = f"no rendezvous at {place}" if not self.was_there else f"the rendezvous at {place} did not come back"
+        what = f"no rendezvous at {rules.place}"
+        what = f"the rendezvous at {rules.place} did not come back" if self.was_there else what
         raise MeetingLost(
             f"{what} within {format_seconds(limit_s)}",
             where=why,
@@ -277,15 +284,16 @@ class Machine:
         """The peer is not this run's meeting, or not yet: retry until FOREIGN_S is over."""
         assert self.wire is not None
         self.wire.close_now()
-        self.wire, now, place = None, time.monotonic(), f"{self.rules.host}:{self.rules.port}"
+        self.wire, now, place = None, time.monotonic(), self.rules.place
         if self.foreign_since is None:
             self.foreign_since = now
             self.say(f"{place}: {why}; trying again for {format_seconds(FOREIGN_S)}")
         elif now - self.foreign_since > FOREIGN_S:
-            kind = MeetingLost if self.was_there else ConfigError
+            kind, owner = MeetingLost if self.was_there else ConfigError, find_owner_here(self.rules)
+            taken = f"\nthe port is taken here by {owner}" if owner else ""
             raise kind(
                 f"this machine cannot join at {place}: {why}",
-                where=f"the rendezvous secret is read from {self.spec.run.path / SECRET}",
+                where=f"the rendezvous secret is read from {self.spec.run.path / SECRET}{taken}",
                 fix="output: must be the same folder for all machines, on a disk that they share; another run needs a "
                 "port of its own",
             )
@@ -299,7 +307,7 @@ class Machine:
         self.wire.close_now()
         was_welcome, self.wire, self.is_welcome = self.is_welcome, None, False
         if was_welcome:
-            text = f"the rendezvous at {self.rules.host}:{self.rules.port} is lost: ending the ranks here, and"
+            text = f"the rendezvous at {self.rules.place} is lost: ending the ranks here, and"
             self.say(f"{text} trying to reconnect for {format_seconds(RETURN_S)}")
             self.apart_since = time.monotonic()
         else:  # a port forwarder, say, whose other end is down: it accepts and closes at once
@@ -320,7 +328,7 @@ class Machine:
             return Verdict.from_json(message["done"])
         elif "refused" in message:
             raise ConfigError(
-                f"the rendezvous at {self.rules.host}:{self.rules.port} refused this machine",
+                f"the rendezvous at {self.rules.place} refused this machine",
                 where=str(message["refused"]),
                 fix="all machines need the same command, YAML, data and versions",
             )

@@ -50,6 +50,11 @@ class Rules:
     wait_s: float = 1800.0  # for machines to come, at the start and after a loss
     restarts: int = 0  # how often ranks may fail while their machines stay
 
+    @property
+    def place(self) -> str:
+        """As it is typed."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 @dataclass
 class Member:
@@ -305,7 +310,7 @@ class Meeting(threading.Thread):
             return self._start(here[:num_machines])
         if now - self._gathers_since > rules.wait_s:
             what = f"{len(here)} of at least {least} machines joined within {format_seconds(rules.wait_s)}"
-            fix = f"  start the same command on the others; the rendezvous is {rules.host}:{rules.port}"
+            fix = f"  start the same command on the others; the rendezvous is {rules.place}"
             return self._finish(failed(Kind.LAUNCHER_LOST, what, fix))
         if len(here) != self._told_count:
             self._told_count = len(here)

@@ -63,7 +63,8 @@ class RankPlace:
     def __str__(self) -> str:
         last = self.first + self.num_processes - 1
         ranks = f"rank {last}" if self.num_processes == 1 else f"ranks {self.first} to {last}"
-        where = f"{self.master_addr}:{self.master_port}"
+        host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
+        where = f"{host}:{self.master_port}"
         return f"node {self.node} of {self.num_nodes}: {ranks} of {self.size}, rendezvous at {where}"
 
 
