@@ -132,6 +132,21 @@ def test_a_full_disk_is_a_storage_error_and_no_bug(
     assert "no space left" in err and "/data/x" in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize("line", [["runs"], ["doctor"], ["plan", "/nowhere.yaml"]])
+def test_a_current_folder_that_is_gone_is_said_to_be(
+    line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Deleted or made anew (a checkout, rsync) under an open terminal: train, eval and doctor ended in tracebacks, and
+    chat and serve in "Intel oneMKL FATAL ERROR"."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert frame.run(line) == 6
+    said = capsys.readouterr().err
+    assert "the current folder is gone" in said and "Traceback" not in said, said
+    assert frame.run(["--help"]) == 0 and frame.run([]) == 0
+
+
 def test_a_bug_shows_its_traceback_and_asks_for_a_report(
     raising: dict[str, BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ from duoka import __version__
 from duoka.cli import words_zh
 from duoka.cli.asked_to_leave import AskedToLeave, leave_when_asked
 from duoka.cli.language import framed, language
-from duoka.errors import DoctorError, DuokaError
+from duoka.errors import DoctorError, DuokaError, StorageError
 from duoka.process.no_memory import is_no_memory, no_memory  # here: without memory nothing can be imported any more
 from duoka.process.no_process import is_no_process, no_process
 from duoka.process.no_room import disk_error, no_room
@@ -181,6 +181,22 @@ def cli(ctx: click.Context) -> None:
         ctx.color = False
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+    else:
+        _refuse_gone_folder()
+
+
+def _refuse_gone_folder() -> None:
+    """Names of files mean nothing there, and libraries end in tracebacks or at once. A rank has whole paths."""
+    from duoka.process.lifeline import parent_pid
+
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        if parent_pid() is None:
+            raise StorageError(
+                "the current folder is gone: it was deleted, or made anew, since this terminal entered it",
+                fix='enter one that is there:   cd "$PWD"   (where it was made anew), or   cd',
+            ) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
