@@ -147,6 +147,17 @@ def test_a_current_folder_that_is_gone_is_said_to_be(
     assert frame.run(["--help"]) == 0 and frame.run([]) == 0
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize(
+    ("line", "code"), [(["plan", "nowhere.yaml"], 2), (["nosuch"], 2), (["doctor", "--level", "x"], 2)]
+)
+def test_an_exit_code_holds_where_its_message_finds_no_room(line: list[str], code: int) -> None:
+    """`2>train.log` on a full disk: every end was a bug's, and a note ended a run that could have been trained."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "duoka", *line], stdout=full, stderr=full, timeout=60)
+    assert done.returncode == code
+
+
 def test_a_bug_shows_its_traceback_and_asks_for_a_report(
     raising: dict[str, BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ command's own imports happen inside its function. A command returns its exit cod
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -365,8 +366,24 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
+class _Notes(io.TextIOWrapper):
+    """stderr, whose words are lost where they find no room: a full disk under a log must not end what is logged."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
 def _print_what_can_be_printed() -> None:
     """Chinese on a terminal that knows only ASCII shows as \\u8baf, and is no crash."""
+    if type(sys.stderr) is io.TextIOWrapper and sys.stderr is sys.__stderr__:  # nobody has put another in its place
+        raw = open(sys.stderr.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115
+        sys.stderr = _Notes(raw, encoding=sys.stderr.encoding, write_through=True)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
