@@ -210,6 +210,19 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert done.stderr == "" and done.returncode == frame.BROKEN_PIPE
 
 
+def test_a_reader_that_leaves_a_run_s_screen_is_an_error_that_the_run_survives() -> None:
+    """Rich left with exit(1) instead: `torchrun ... duoka train | head` ended the run, and `duoka data inspect` with 1."""
+    from duoka.sinks.console import open_screen
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as out, pytest.raises(BrokenPipeError):
+        try:
+            open_screen(file=out).print("step 1")
+        finally:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+
+
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [("--lr=3", "optim.lr=..."), ("--learning_rate", "optim.lr=..."), ("--max-length", "data.max_length=..."),

@@ -63,9 +63,9 @@ def inspect(config: str, overrides: tuple[str, ...], samples: int, as_json: bool
             json.dumps({"report": prepared.report.to_json(), "samples": looked_at}, indent=2, ensure_ascii=False)
         )
         return
-    from rich.console import Console
+    from duoka.sinks.console import open_screen
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = open_screen(highlight=False, soft_wrap=True)
     there = said if console.is_terminal and sys.stderr.isatty() else []  # both on one screen
     for line in prepared.report.lines():
         if line not in there:

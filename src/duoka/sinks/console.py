@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from duoka.sinks.sink import RunFacts, Sink, StepNumbers
 from duoka.units import format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+
+
+def open_screen(**options: Any) -> RichConsole:
+    """Rich's console. Its own answer to a reader that has left is an exit with 1, which no handler of errors sees."""
+    from rich.console import Console as RichConsole
+
+    class Screen(RichConsole):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    return Screen(**options)
 
 
 class Console(Sink):
@@ -17,11 +33,10 @@ class Console(Sink):
         self._log_every = log_every
 
     def open(self, facts: RunFacts, say: Callable[[str], None]) -> None:
-        from rich.console import Console as RichConsole
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._total_steps = facts.total_steps
-        self._console = RichConsole(highlight=False)
+        self._console = open_screen(highlight=False)
         self._bar: Progress | None = None
         if self._console.is_terminal:
             self._bar = Progress(
