@@ -211,7 +211,7 @@ def test_a_closed_pipe_is_no_error() -> None:
 
 
 def test_a_reader_that_leaves_a_run_s_screen_is_an_error_that_the_run_survives() -> None:
-    """Rich left with exit(1) instead: `torchrun ... duoka train | head` ended the run, and `duoka data inspect` with 1."""
+    """Rich left with exit(1) instead: `torchrun ... duoka train | head` ended the run, `duoka data inspect` with 1."""
     from duoka.sinks.console import open_screen
 
     reader, writer = os.pipe()
