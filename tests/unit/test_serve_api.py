@@ -153,6 +153,9 @@ def test_biases_and_penalties_are_as_defined(server: Server) -> None:
     assert len(set(few["choices"][0]["text"])) > 1
 
 
+CALLS = [{"id": "a", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -178,6 +181,7 @@ def test_biases_and_penalties_are_as_defined(server: Server) -> None:
             "messages[0].function_call",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [*ASK, {"role": "assistant", "tool_calls": CALLS}, *ASK]}, "messages[1].tool_calls"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(server: Server, fields: dict, param: str) -> None:
@@ -208,6 +212,14 @@ def test_only_who_has_the_key_is_answered(server: Server) -> None:
         assert answer.status == status, path
         answer.read()
     connection.close()
+
+
+def test_the_word_before_the_key_may_be_written_small(server: Server) -> None:
+    for words, status in ((f"bearer {KEY}", 200), (f"BEARER  {KEY}", 200), (f"Basic {KEY}", 401)):
+        connection = connect(server)
+        connection.request("GET", "/v1/models", headers={"Authorization": words})
+        assert connection.getresponse().status == status, words
+        connection.close()
 
 
 def test_a_body_that_was_refused_unread_is_not_the_next_request(server: Server) -> None:

@@ -198,6 +198,13 @@ def _chat_prompt(raw: Any, tools: str | None, tokenizer: ChatTokenizer) -> tuple
         text, cuts = render_prompt(messages, tools, tokenizer)
     except (BadRecord, TemplateError) as error:
         raise BadRequest(f"the chat template ({tokenizer.template_name}) refuses this: {error}", "messages") from None
+    for place, message in enumerate(messages):
+        lost = [call["name"] for call in json.loads(message.tool_calls or "[]") if call["name"] not in text]
+        if lost:
+            what = (
+                f"the chat template ({tokenizer.template_name}) writes no calls of tools, and this one, of {lost[0]}, "
+            )
+            raise BadRequest(f"{what}would be left out", f"messages[{place}].tool_calls")
     ids = tuple(encode_prompt(text, cuts, tokenizer))
     if not ids:  # nothing comes after nothing: the model has no token to read
         raise BadRequest(f"the chat template ({tokenizer.template_name}) writes nothing for these messages", "messages")

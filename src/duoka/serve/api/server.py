@@ -207,7 +207,7 @@ class Handler(BaseHTTPRequestHandler):
         super().send_response(code, message)
 
     def _has_key(self) -> bool:
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        given = re.sub("^bearer ", "", self.headers.get("Authorization", ""), flags=re.IGNORECASE).strip()
         return hmac.compare_digest(given.encode(), self.service.key.encode())
 
     def _body(self) -> object:
