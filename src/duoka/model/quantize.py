@@ -147,10 +147,11 @@ def _exact_linear() -> type:
         decodes = False
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x.device.type != "cpu" or (self.decodes and self._can_be_laid_out()):
+            state = getattr(self.weight, "quant_state", None)
+            # One that was brought together from ranks has none: bitsandbytes would put another parameter in its place.
+            if state is not None and (x.device.type != "cpu" or (self.decodes and self._can_be_laid_out())):
                 return super().forward(x)  # type: ignore[no-any-return]
-            dtype = self.compute_dtype or x.dtype
-            state = getattr(self.weight, "quant_state", None) or self.quant_state  # copies for replicas have the latter
+            dtype, state = self.compute_dtype or x.dtype, state or self.quant_state
             product: torch.Tensor = _PackedProduct.apply(x.to(dtype), self.weight.data, state)
             return (product if self.bias is None else product + self.bias.to(product.dtype)).to(x.dtype)
 
