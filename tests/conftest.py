@@ -81,10 +81,18 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(1)
 
 
+def _shared_folder(factory: pytest.TempPathFactory) -> Path:
+    """Of all that test side by side."""
+    own = factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 @pytest.fixture(scope="session", autouse=True)
 def duoka_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Tokenized data and converted models of tests go to a folder of their own."""
+    """Tokenized data and converted models of tests go to a folder of their own; kernels are compiled once for all."""
     folder = tmp_path_factory.mktemp("cache")
+    (shared := _shared_folder(tmp_path_factory) / "native").mkdir(exist_ok=True)
+    (folder / "native").symlink_to(shared)
     before = os.environ.get("DUOKA_CACHE")
     os.environ["DUOKA_CACHE"] = str(folder)
     yield folder
@@ -119,8 +127,7 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from duoka.config.schema import ModelConfig
     from duoka.hub.models import model_folder
 
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    shared = _shared_folder(tmp_path_factory)
     with (shared / "demo.lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
         fcntl.flock(lock, fcntl.LOCK_EX)
         patch.setenv("DUOKA_CACHE", str(shared / "demo"))

@@ -23,6 +23,14 @@ PRELOADED = [
 ]
 
 
+def fresh_cache(folder):
+    """{"DUOKA_CACHE": a cache that knows nothing yet but how kernels were compiled}: that takes half a minute."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "native").exists():
+        (folder / "native").symlink_to(Path(os.environ["DUOKA_CACHE"], "native").resolve())
+    return {"DUOKA_CACHE": str(folder)}
+
+
 def free_port():
     """Below those that the system gives to whoever asks for any: another test's could be this one a moment later."""
     while True:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from test_any_split import read_run
 from tiny import write_labeled, write_pairs, write_tiny_model
-from worlds import train_all
+from worlds import fresh_cache, train_all
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -83,7 +83,7 @@ def case(tmp_path_factory):
     theirs = folder / "theirs.yaml"
     theirs.write_text(LLAMAFACTORY.format(model=model, folder=folder), encoding="utf-8")
     pairs = write_pairs(folder / "pairs.jsonl", 7, seed=5)
-    cache = {"DUOKA_CACHE": str(folder / "cache")}
+    cache = fresh_cache(folder / "cache")
     few = ["data.eval=0", "train.max_steps=3"]
     train_all([
         (str(yaml), [], str(folder / WHOLE), cache),
@@ -95,7 +95,7 @@ def case(tmp_path_factory):
     shutil.copytree(folder / WHOLE / "checkpoints" / "step-00000004", resumed / "checkpoints" / "step-00000004")
     train_all([
         # With another cache: the reference is computed again, from the start's weights and not the checkpoint's.
-        (str(yaml), [], str(resumed), {"DUOKA_CACHE": str(folder / "elsewhere")}),
+        (str(yaml), [], str(resumed), fresh_cache(folder / "elsewhere")),
         (str(yaml), ["train.rehearse=true", "train.max_steps=3"], str(folder / TRIED), cache),
     ], 1)  # fmt: skip
     train_all([(str(yaml), ["parallel.strategy=fsdp"], str(folder / TWO), cache)], 2)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from test_any_split import read_run
 from tiny import write_pairs, write_tiny_model
-from worlds import run_world, train_all
+from worlds import fresh_cache, run_world, train_all
 
 from duoka.config.load import load_config
 from duoka.hub.new_model import MARK
@@ -87,7 +87,7 @@ def case(tmp_path_factory):
     (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
     theirs = folder / "theirs.yaml"
     theirs.write_text(LLAMAFACTORY.format(model=model, folder=folder), encoding="utf-8")
-    cache = {"DUOKA_CACHE": str(folder / "cache")}
+    cache = fresh_cache(folder / "cache")
     first = (str(yaml), [], str(folder / WHOLE), cache)
     train_all([first, (str(theirs), [], str(folder / THEIRS), cache)], 1)
     resumed = folder / AGAIN
@@ -97,7 +97,7 @@ def case(tmp_path_factory):
     train_all(
         [
             # With another cache: the reference is computed again, from the start's weights and not the checkpoint's.
-            (str(yaml), [], str(resumed), {"DUOKA_CACHE": str(folder / "elsewhere")}),
+            (str(yaml), [], str(resumed), fresh_cache(folder / "elsewhere")),
             (str(yaml), on_top, str(folder / ON_TOP), cache),
             (str(yaml), ["train.rehearse=true", "train.max_steps=3"], str(folder / TRIED), cache),
         ],
@@ -288,7 +288,7 @@ def test_two_runs_may_keep_the_same_reference_at_once(tmp_path, monkeypatch):
 
 def test_half_precision_of_sharded_layers_has_a_reference_of_its_own(case):
     folder = case
-    cache = {"DUOKA_CACHE": str(folder / "rounded")}
+    cache = fresh_cache(folder / "rounded")
     settings = ["lora=null", "train.precision=bf16", "train.max_steps=1", "data.eval=0", "optim.warmup=0"]
     yaml = str(folder / "run.yaml")
     train_all([(yaml, settings, str(folder / "half"), cache)], 1)

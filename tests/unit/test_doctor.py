@@ -21,7 +21,7 @@ import pytest
 from duoka import cli as frame
 from duoka.cluster import doctor, probe
 from duoka.cluster.doctor import Finding, Patient
-from duoka.plan.hardware import Gpu, Machine
+from duoka.plan.hardware import Gpu, Machine, count_usable_cores
 
 GIB = 1 << 30
 
@@ -300,8 +300,8 @@ def test_secrets_never_reach_env_json(tmp_path: Path) -> None:
 
 
 def test_a_containers_share_of_cpu_time_counts(tmp_path: Path) -> None:
-    everything = probe.count_usable_cores(tmp_path)
+    everything = count_usable_cores(tmp_path)
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert probe.count_usable_cores(tmp_path) == everything
+    assert count_usable_cores(tmp_path) == everything
     (tmp_path / "cpu.max").write_text("100000 100000\n")
-    assert probe.count_usable_cores(tmp_path) == 1
+    assert count_usable_cores(tmp_path) == 1

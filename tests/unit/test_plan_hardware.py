@@ -21,6 +21,11 @@ def test_this_machine_can_be_read():
     assert machine.device == "cpu" and machine.bf16_reason
 
 
+def test_a_plan_has_the_cores_that_a_container_leaves(monkeypatch):
+    monkeypatch.setattr("duoka.plan.hardware.count_usable_cores", lambda: 3)
+    assert read_machine().num_cores == 3
+
+
 @pytest.mark.parametrize(
     ("visible", "names"),
     [

@@ -22,9 +22,9 @@ from typing import Any
 
 from duoka.cluster.blame import SECOND_HAND
 from duoka.cluster.launch import hold_free_port, share_of_machine
-from duoka.cluster.probe import count_usable_cores
 from duoka.cluster.ranks import RankPlace, rank_environment
 from duoka.errors import ConfigError, WorkerFailed
+from duoka.plan.hardware import count_usable_cores
 from duoka.process.environ import LOOPBACK, read_rank_environment
 from duoka.process.exits import DRAIN_S, SIGTERM_S
 from duoka.process.lifeline import die_with_parent

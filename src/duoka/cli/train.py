@@ -159,10 +159,9 @@ def _start_here(
     from duoka.cluster.choose import choose_launcher
     from duoka.cluster.forks import imports_of, imports_of_model, open_fork_server
     from duoka.cluster.launch import count_processes, share_of_machine
-    from duoka.cluster.probe import count_usable_cores
     from duoka.cluster.run_lock import check_claim, find_run_folder, hold_run
     from duoka.hub.models import known_folder
-    from duoka.plan.hardware import read_machine
+    from duoka.plan.hardware import count_usable_cores, read_machine
     from duoka.process.allocator import allocator_environment
 
     launcher, restarts = choose_launcher(flags)

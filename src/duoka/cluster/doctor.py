@@ -22,7 +22,6 @@ from duoka.cluster.compare_devices import DEVICE_COMPARISONS
 from duoka.cluster.findings import Severity, Survey
 from duoka.cluster.launch import threads_per_process
 from duoka.cluster.probe import (
-    count_usable_cores,
     is_among,
     read_driver,
     read_nccl_version,
@@ -32,7 +31,7 @@ from duoka.cluster.probe import (
 )
 from duoka.plan.compiler import INSTALL as INSTALL_COMPILER
 from duoka.plan.compiler import SWITCH, find_compiler
-from duoka.plan.hardware import Machine, read_machine
+from duoka.plan.hardware import Machine, count_usable_cores, read_machine
 from duoka.plan.heap import INSTALL, find_allocator
 from duoka.process.environ import LOOPBACK
 from duoka.runs.cache import cache_folder

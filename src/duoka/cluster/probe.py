@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from duoka import __version__
-from duoka.plan.hardware import read_machine
+from duoka.plan.hardware import count_usable_cores, read_machine
 from duoka.process.secrets import hide_secrets, mask_secrets
 
 PACKAGES = (
@@ -94,28 +94,6 @@ def read_driver() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return (done.stdout.split() or [""])[0]
-
-
-def count_usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may use: its affinity, and the container's share of time when that is less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _read_cpu_quota(cgroup)
-    return max(1, min(cores, int(quota))) if quota else cores
-
-
-def _read_cpu_quota(cgroup: Path) -> float | None:
-    try:
-        limit, period = (cgroup / "cpu.max").read_text(encoding="utf-8").split()
-    except (OSError, ValueError):
-        try:
-            limit = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text(encoding="utf-8")
-            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text(encoding="utf-8")
-        except OSError:
-            return None
-    try:
-        return int(limit) / int(period) if int(limit) > 0 else None
-    except ValueError:  # "max"
-        return None
 
 
 def read_git_commit(folder: Path) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ import psutil
 from duoka.cluster.forks import ForkedRank, ForkServer
 from duoka.cluster.launch import share_of_machine
 from duoka.cluster.patience import StopPatience
-from duoka.cluster.probe import count_usable_cores
+from duoka.plan.hardware import count_usable_cores
 from duoka.process.exits import (
     DRAIN_KILLED_S,
     DRAIN_S,

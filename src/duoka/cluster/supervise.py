@@ -22,10 +22,10 @@ from duoka.cluster.hang import Hang, HangWatch
 from duoka.cluster.launch import WorldSpec, build_environment, hold_free_port
 from duoka.cluster.passthrough import Channel, PlainCopy, open_channels
 from duoka.cluster.patience import StopPatience
-from duoka.cluster.probe import count_usable_cores
 from duoka.cluster.ranks import RankPlace, Ranks
 from duoka.cluster.verdict import Verdict
 from duoka.errors import StorageError
+from duoka.plan.hardware import count_usable_cores
 from duoka.process.environ import LOOPBACK
 from duoka.process.exits import STOP_SIGNALS
 from duoka.process.no_room import disk_error, more_room

@@ -38,6 +38,7 @@ from duoka.data.tokens.tokenize import Counts, Job, PieceResult, read_arrays, to
 from duoka.data.tokens.tokenizer import ChatTokenizer, load_tokenizer
 from duoka.errors import DataError, Fault, Faults, StorageError
 from duoka.hub.models import resolve_tokenizer
+from duoka.plan.hardware import count_usable_cores
 from duoka.runs.cache import cache_folder, hold_lock, make_folder
 from duoka.runs.folder import read_json, write_json_atomic
 from duoka.units import format_count, format_seconds, parse_amount
@@ -285,7 +286,7 @@ def _tokenize_set(
     say: Callable[[str], None],
 ) -> None:
     """Write one set's part. The caller holds its lock."""
-    num_workers = data.workers or num_cores()
+    num_workers = data.workers or count_usable_cores()
     pieces, lost = _cut_set(found, num_workers, job.max_record_bytes)
     draft = _open_draft(folder.with_suffix(".draft"), pieces)
     results: dict[int, PieceResult] = {}
@@ -366,13 +367,6 @@ def _refusal(faults: list[Fault], num_faults: int) -> Faults:
     if num_faults > len(shown):
         shown.append(Fault(f"and {num_faults - len(shown)} more", fix="data.on_bad: skip leaves wrong records out"))
     return Faults(shown, title="data error")
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class _Progress:

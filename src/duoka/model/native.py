@@ -15,6 +15,7 @@ import platform
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from duoka.plan.compiler import SWITCH, find_compiler
+from duoka.plan.hardware import count_usable_cores
 from duoka.runs.cache import cache_folder, hold_lock
 
 _FILES = (
@@ -163,12 +165,16 @@ def _digest(path: Path) -> str:
 
 
 def _compile(compiler: str, folder: Path, name: str) -> Path:
+    def make(target: Path, *words: str) -> Path:
+        command = [compiler, *_OPTIONS, *words, "-o", str(target)]
+        subprocess.run(command, check=True, timeout=_COMPILE_WITHIN_S, stdin=subprocess.DEVNULL, capture_output=True)
+        return target
+
+    units = [source for source in SOURCES if source.suffix == ".cpp"]
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        made = Path(place, "kernels.so")
-        subprocess.run(
-            [compiler, *_OPTIONS, "-shared", *map(str, SOURCES[1:]), "-o", str(made)],
-            check=True, timeout=_COMPILE_WITHIN_S, stdin=subprocess.DEVNULL, capture_output=True,
-        )  # fmt: skip
+        with ThreadPoolExecutor(min(len(units), count_usable_cores())) as side_by_side:
+            objects = list(side_by_side.map(lambda unit: make(Path(place, f"{unit.stem}.o"), "-c", str(unit)), units))
+        made = make(Path(place, "kernels.so"), "-shared", *map(str, objects))
         path = folder / f"{name}-{_digest(made)}.so"
         os.replace(made, path)
     return path

@@ -125,17 +125,33 @@ def read_machine(env: Mapping[str, str] = os.environ) -> Machine:
         gpus = ()
     threads = env.get("OMP_NUM_THREADS", "")
     return Machine(
-        _usable_cores(), total, available, cpu_name, cpu_bf16, gpus, notes, _bf16_hindrance(cpu_bf16, env),
+        count_usable_cores(), total, available, cpu_name, cpu_bf16, gpus, notes, _bf16_hindrance(cpu_bf16, env),
         threads_per_rank=int(threads) if threads.isdigit() else 0, has_kernels=has_kernels(env),
         no_layers=why_no_layers(env), has_allocator=has_allocator(env), no_liger=why_no_liger(env),
         no_triton=why_no_triton(),
     )  # fmt: skip
 
 
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def count_usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use: its affinity, and the container's share of time when that is less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _read_cpu_quota(cgroup)
+    return max(1, min(cores, int(quota))) if quota else cores
+
+
+def _read_cpu_quota(cgroup: Path) -> float | None:
+    try:
+        limit, period = (cgroup / "cpu.max").read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        try:
+            limit = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text(encoding="utf-8")
+            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text(encoding="utf-8")
+        except OSError:
+            return None
+    try:
+        return int(limit) / int(period) if int(limit) > 0 else None
+    except ValueError:  # "max"
+        return None
 
 
 def _torch_has_no_gpu() -> bool:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Mapping
 
 from duoka.errors import ConfigError
+from duoka.plan.hardware import count_usable_cores
 from duoka.process.environ import LOOPBACK
 from duoka.process.slurm import FIRST_PORT, NUM_PORTS
 
@@ -40,8 +41,7 @@ def mpi_variables(env: Mapping[str, str]) -> dict[str, str]:
         meeting = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(_own_port(env, words[0]))}
         found |= {name: env.get(name, value) for name, value in meeting.items()}
     # Open MPI gives each process one core or a socket, Hydra all: then they would slow each other down several times.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return found | {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(max(1, cores // local_size)))}
+    return found | {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(max(1, count_usable_cores() // local_size)))}
 
 
 def mpi_rank(env: Mapping[str, str]) -> str:
