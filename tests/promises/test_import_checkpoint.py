@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from importing import import_from
 from safetensors.torch import load_file
 from worlds import run_world
 
-from duoka.cli.import_checkpoint import command
 from duoka.errors import ConfigError, DuokaError, StorageError
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
@@ -26,14 +25,6 @@ def saved(tmp_path_factory, tiny_model):
     folder = tmp_path_factory.mktemp("deepspeed")
     run_world(2, save_checkpoints, str(tiny_model), str(folder), STAGES)
     return folder
-
-
-def import_from(folder, model, target):
-    line = [str(folder), "--model", str(model), "-o", str(target)]
-    result = CliRunner().invoke(command, line, standalone_mode=False)
-    if result.exception is not None:
-        raise result.exception
-    return result.output
 
 
 def check_weights(target, place):

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner
+from importing import import_from
 from safetensors.torch import load_file, save_file
 from tiny import write_tiny_model
 from worlds import run_world
 
-from duoka.cli.import_checkpoint import command
 from duoka.errors import ConfigError, StorageError
 
 pytestmark = pytest.mark.timeout(300)
@@ -54,14 +53,6 @@ def save_shards(model, folder, top):
     if dist.get_rank() == 0:
         save_file(known, Path(folder).with_suffix(".safetensors"))
     dist.destroy_process_group()
-
-
-def import_from(folder, model, target):
-    line = [str(folder), "--model", str(model), "-o", str(target)]
-    result = CliRunner().invoke(command, line, standalone_mode=False)
-    if result.exception is not None:
-        raise result.exception
-    return result.output
 
 
 @pytest.fixture(scope="module")
