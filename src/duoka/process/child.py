@@ -36,7 +36,7 @@ def run_to_end(
     )
     try:
         out, err = process.communicate(told, timeout=limit_s)
-    except BaseException:
+    except BaseException:  # a signal's handler raises what it likes; raised again
         _let_leave(process)
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
