@@ -287,6 +287,10 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     """(all, trainable) parameters; shared ones count once."""
+    # By the layer: parameters that were shared out know no longer how many numbers they stand for.
+    states = {
+        id(one.weight): one.quant_state for one in model.modules() if getattr(one, "quant_state", None) is not None
+    }
     parameters = list(model.parameters())
-    sizes = [p.quant_state.shape.numel() if hasattr(p, "quant_state") else p.numel() for p in parameters]
+    sizes = [states[id(p)].shape.numel() if id(p) in states else p.numel() for p in parameters]
     return sum(sizes), sum(p.numel() for p in parameters if p.requires_grad)
