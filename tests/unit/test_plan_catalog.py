@@ -14,7 +14,8 @@ from duoka.plan.catalog import cluster_of, devices, find_device, hardware_key, m
 from duoka.plan.hardware import Gpu, Machine
 from duoka.plan.layout import Layout, parse_layout
 from duoka.plan.memory import estimate_memory
-from duoka.plan.recipe import QUANTIZED_BYTES, Work, shares, static_memory
+from duoka.plan.packed_base import BYTES
+from duoka.plan.recipe import Work, shares, static_memory
 from duoka.plan.shape import demo_shape, shape_from_config
 
 GIB = 2**30
@@ -182,8 +183,8 @@ def test_a_packed_base_is_shared_out_but_for_its_scales():
         for name in ("ddp", "fsdp")
     )
     packed = shape.num_block_linear
-    beside = whole - QUANTIZED_BYTES[4] * packed
-    assert shared == pytest.approx(beside / 4 + packed * (0.5 / 4 + QUANTIZED_BYTES[4] - 0.5), rel=1e-3)
+    beside = whole - BYTES[4] * packed
+    assert shared == pytest.approx(beside / 4 + packed * (0.5 / 4 + BYTES[4] - 0.5), rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,37 @@ def test_training_on_a_packed_base_is_training_on_its_values_before_and_after_an
     assert float((logits - plain_logits).norm() / plain_logits.norm()) <= bound
 
 
+def test_parameters_are_counted_by_what_they_stand_for_where_ranks_share_them_out(tmp_path):
+    base = write_tiny_model(tmp_path / "base", hidden=128)
+    lora = LoraConfig(rank=4, dropout=0.0)
+    given = {"dtype": torch.float32, "lora": lora}
+    packed = load_model(ModelRequest(base, packing=Quantization("nf4", double=False), **given))
+    plain = count_parameters(load_model(ModelRequest(base, **given)))
+    assert count_parameters(packed) == plain
+    for module in packed.modules():
+        if getattr(module, "quant_state", None) is not None:  # what fully_shard leaves of such a weight
+            module.weight = torch.nn.Parameter(module.weight.data, requires_grad=False)
+    assert count_parameters(packed) == plain
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+def test_a_plan_knows_what_is_packed_and_that_experts_are_not(tmp_path, family):
+    """They are one tensor of each layer, and no layers: of a mixture nearly all stays as wide as it came."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from duoka.plan.shape import read_shape
+
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    more = {"mixtral": {"num_local_experts": 4}, "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64}}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(family, **sizes, **heads, **more.get(family, {}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    packing = Quantization("nf4", double=False)
+    model = load_model(ModelRequest(tmp_path, dtype=torch.float32, packing=packing))
+    packed = sum(2 * one.numel() for one in model.parameters() if one.dtype == torch.uint8)
+    assert read_shape(tmp_path).num_packable == packed > 0
+
+
 def test_models_that_write_answers_may_use_the_packers_own_layout(tmp_path):
     """Where the CPU computes bf16; elsewhere these are the exact products again. Measured: 0.8% of the logits' norm."""
     base = write_tiny_model(tmp_path / "base", tied=False, hidden=128)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.config.schema_running import DeepSpeedConfig
-from duoka.plan import deepspeed
+from duoka.plan import deepspeed, packed_base
 from duoka.plan.layout import Layout
 from duoka.plan.pipeline import Costs, cut_layers, most_in_flight, rank_of, stages_of
 from duoka.plan.shape import ModelShape, lora_parameters
@@ -25,8 +25,6 @@ STATE_BYTES: Mapping[str, float] = {
     "adamw": 8, "lamb": 8, "muon": 4, "lars": 4, "sgd": 4, "adamw8bit": 2.06, "adafactor": 0.02,
 }  # fmt: skip
 Reshard = bool | Literal["node"]
-# Bytes per frozen weight: 4-bit with a scale per 64 weights, themselves in 8 bits.
-QUANTIZED_BYTES: Mapping[int, float] = {4: 0.53, 8: 1.02}
 
 
 @dataclass(frozen=True)
@@ -297,11 +295,11 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
         return _static_of_program(work.program, layout, share)
     # Weights that train_only leaves alone stay fp32, as those beside them; a base under adapters is only read.
     frozen_size: float = work.trained_size if work.train_only is not None else 4 if layout.precision == "fp32" else 2
-    packed_size = QUANTIZED_BYTES.get(work.frozen_bits, frozen_size)
+    packed_size = packed_base.BYTES.get(work.frozen_bits, frozen_size)
     train, ranks, state, size = share.trainable, layout.state_ranks, work.state_bytes, work.trained_size
-    packed = min(share.block_linear, share.frozen)  # embedding, head and norms stay as they are
+    packed = packed_base.numbers(work, share)
     frozen = int(packed * packed_size + (share.frozen - packed) * frozen_size)
-    note = f" + {packed_size:g}(P-Pt)" if frozen else ""
+    note = f" + {packed_size:g}(P-Pt){packed_base.unpacked(work, frozen_size)}" if frozen else ""
     if work.references:
         frozen += int(work.references * frozen_size * (share.trainable + share.frozen))
         note += f" + {work.references * frozen_size:g}P of references"
@@ -325,7 +323,7 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
         host = own[2] + size * train // ranks if layout.offload == "params" else 0
     elif layout.strategy in ("fsdp", "hsdp"):
         divisor = "N" if layout.strategy == "fsdp" else "S"
-        scales, note_sharded = _shared_base(work, packed, frozen_size, divisor) if frozen > start else (0, "")
+        scales, note_sharded = packed_base.shared(work, packed, frozen_size, divisor) if frozen > start else (0, "")
         note_sharded += f" + {size}Pt/{divisor} of the start" if start else ""
         formula = f"({size}Pt + {size}Pt + {state:.3g}Pt)/{divisor}{note_sharded}{axes}"
         shared = (size * train + frozen - scales) // ranks
@@ -350,15 +348,6 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
     if disk and work.deepspeed is not None:
         disk = deepspeed.on_disk(work, ranks, share, frozen, layout.disk)
     return StaticMemory(layout.strategy, *own, formula, host - disk if work.device == "cuda" else 0, disk)
-
-
-def _shared_base(work: Work, packed: int, frozen_size: float, divisor: str) -> tuple[int, str]:
-    """(bytes of a frozen base that every rank has all the same, its terms): the scales of packed blocks."""
-    if not work.frozen_bits:
-        return 0, f" + {frozen_size:g}(P-Pt)/{divisor}"
-    codes = work.frozen_bits / 8
-    scale = QUANTIZED_BYTES[work.frozen_bits] - codes
-    return int(packed * scale), f" + {codes:g}(P-Pt)/{divisor} + {scale:.2g}(P-Pt)"
 
 
 def _gathered_whole(work: Work, precision: str, share: ModelShare) -> tuple[int, str]:

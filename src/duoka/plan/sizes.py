@@ -124,6 +124,12 @@ class ModelShape:
         return self.num_in_layers - norms
 
     @property
+    def num_packable(self) -> int:
+        """Those that are layers by themselves: experts of a layer are one tensor, which no packer takes apart."""
+        mixed = self.experts.num_layers * self.experts.num_parameters if self.experts else 0
+        return self.num_block_linear - mixed
+
+    @property
     def num_in_layers(self) -> int:
         if self.experts is None:
             return self.num_layers * self.num_per_layer

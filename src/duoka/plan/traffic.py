@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from duoka.plan import deepspeed
+from duoka.plan import deepspeed, packed_base
 from duoka.plan.activations import held_kv_size
 from duoka.plan.axes import deals_heads
 from duoka.plan.catalog import Cluster
@@ -293,8 +293,7 @@ def _gather_bytes(work: Work, share: ModelShare, numbers: int, half: int, sent: 
     apart = share.embedding - tied
     wide = work.trained_size if is_wider and sent >= half else sent
     # Packed blocks travel as they are.
-    packed = min(share.block_linear, share.frozen) if work.frozen_bits else 0
-    narrower = packed * (sent - work.frozen_bits / 8)
+    narrower = packed_base.numbers(work, share) * (sent - work.frozen_bits / 8)
     return sent * (numbers - with_root - apart) + wide * (apart + (with_root if root else 0)) - narrower
 
 
