@@ -295,14 +295,8 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
         return _static_of_program(work.program, layout, share)
     # Weights that train_only leaves alone stay fp32, as those beside them; a base under adapters is only read.
     frozen_size: float = work.trained_size if work.train_only is not None else 4 if layout.precision == "fp32" else 2
-    packed_size = packed_base.BYTES.get(work.frozen_bits, frozen_size)
     train, ranks, state, size = share.trainable, layout.state_ranks, work.state_bytes, work.trained_size
-    packed = packed_base.numbers(work, share)
-    frozen = int(packed * packed_size + (share.frozen - packed) * frozen_size)
-    note = f" + {packed_size:g}(P-Pt){packed_base.unpacked(work, frozen_size)}" if frozen else ""
-    if work.references:
-        frozen += int(work.references * frozen_size * (share.trainable + share.frozen))
-        note += f" + {work.references * frozen_size:g}P of references"
+    packed, frozen, note = _frozen(work, share, frozen_size)
     start = size * train if work.keeps_start else 0
     if start:
         frozen += start
@@ -323,7 +317,9 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
         host = own[2] + size * train // ranks if layout.offload == "params" else 0
     elif layout.strategy in ("fsdp", "hsdp"):
         divisor = "N" if layout.strategy == "fsdp" else "S"
-        scales, note_sharded = packed_base.shared(work, packed, frozen_size, divisor) if frozen > start else (0, "")
+        scales, note_sharded = 0, ""
+        if frozen > start:
+            scales, note_sharded = packed_base.shared(work.frozen_bits, work.shape, packed, frozen_size, divisor)
         note_sharded += f" + {size}Pt/{divisor} of the start" if start else ""
         formula = f"({size}Pt + {size}Pt + {state:.3g}Pt)/{divisor}{note_sharded}{axes}"
         shared = (size * train + frozen - scales) // ranks
@@ -348,6 +344,19 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
     if disk and work.deepspeed is not None:
         disk = deepspeed.on_disk(work, ranks, share, frozen, layout.disk)
     return StaticMemory(layout.strategy, *own, formula, host - disk if work.device == "cuda" else 0, disk)
+
+
+def _frozen(work: Work, share: ModelShare, frozen_size: float) -> tuple[int, int, str]:
+    """(numbers that are packed, bytes of all that is only read, its terms): a frozen base, references."""
+    packed = packed_base.numbers(work.frozen_bits, work.shape, share.block_linear, share.frozen)
+    packed_size = packed_base.BYTES.get(work.frozen_bits, frozen_size)
+    size = int(packed * packed_size + (share.frozen - packed) * frozen_size)
+    unpacked = packed_base.unpacked(work.frozen_bits, work.shape, frozen_size)
+    terms = f" + {packed_size:g}(P-Pt){unpacked}" if size else ""
+    if work.references:
+        size += int(work.references * frozen_size * (share.trainable + share.frozen))
+        terms += f" + {work.references * frozen_size:g}P of references"
+    return packed, size, terms
 
 
 def _gathered_whole(work: Work, precision: str, share: ModelShare) -> tuple[int, str]:

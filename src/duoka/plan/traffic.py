@@ -293,7 +293,8 @@ def _gather_bytes(work: Work, share: ModelShare, numbers: int, half: int, sent: 
     apart = share.embedding - tied
     wide = work.trained_size if is_wider and sent >= half else sent
     # Packed blocks travel as they are.
-    narrower = packed_base.numbers(work, share) * (sent - work.frozen_bits / 8)
+    packed = packed_base.numbers(work.frozen_bits, work.shape, share.block_linear, share.frozen)
+    narrower = packed * (sent - work.frozen_bits / 8)
     return sent * (numbers - with_root - apart) + wide * (apart + (with_root if root else 0)) - narrower
 
 
