@@ -67,6 +67,7 @@ def test_a_cpu_without_its_kernels_says_so_in_words_that_read() -> None:
         ({"keeps_products": True}, "MLP", "Liger", ""),
         ({"keeps_products": True, "adapters": True}, "adapters", "PEFT", "selective recompute"),
         ({"adapters": True}, "adapters", "duoka", ""),
+        ({"adapters": True, "adapters_beside_others": True}, "adapters", "PEFT", ""),
         ({"adapters": True, "drops": True}, "dropout", "torch, counted by token", ""),
         ({"no_documents": "it caps its scores"}, "attention", "torch, one call per document", "it caps its scores"),
         ({"no_documents": "it caps its scores", "packing": False}, "attention", "torch", ""),
@@ -132,10 +133,12 @@ def why_of(chosen: Any, part: str) -> str:
 def test_a_run_looks_at_its_model(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, cpu = config(lora={"rank": 4}), torch.device("cpu")
     model = LossModel(load_model(ModelRequest(tiny_model, dtype=torch.float32, lora=LoraConfig(rank=4, dropout=0.0))))
-    assert not look(model, settings, Layout(), cpu).has
+    facts = look(model, settings, Layout(), cpu)
+    assert not facts.has and facts.adapters_beside_others
     apply_fused(model.lm)
     facts = look(model, settings, Layout(precision="bf16"), cpu)
     assert facts.has == set(LIGER_PARTS) and facts.adapters and not facts.own_logits
+    assert not facts.adapters_beside_others
     monkeypatch.setattr(native, "why_not", lambda: "no compiler")
     assert look(model, settings, Layout(precision="bf16"), cpu).no_native == "no compiler"
     monkeypatch.setattr("duoka.model.kernels.why_no_kernel", lambda *how, **more: f"{how[1:]} {more}")

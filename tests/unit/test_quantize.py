@@ -1,5 +1,6 @@
 """QLoRA: the packed base is what the paper's table says, and training, evaluating and merging mean the same weights."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from tiny import write_conversations, write_tiny_model
 from duoka.cli import run as duoka
 from duoka.config.schema import LoraConfig
 from duoka.model.build import load_model
+from duoka.model.dropout import count_dropout
+from duoka.model.fused import apply_fused, fused_parts
 from duoka.model.lora import count_parameters
 from duoka.model.quantize import Quantization, decode_fast, read_weight
 from duoka.model.request import ModelRequest
@@ -88,6 +91,32 @@ def test_training_on_a_packed_base_is_training_on_its_values_before_and_after_an
         assert float((first[name] - value).norm() / value.norm()) <= bound, name
         assert again[name].equal(first[name]), f"{name} after an evaluation"
     assert float((logits - plain_logits).norm() / plain_logits.norm()) <= bound
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_beside_a_packed_base_are_computed_as_beside_its_values(dtype, dropout, tmp_path):
+    """By the same fused product, so every bit is the same; and it is the one that is taken."""
+    base = write_tiny_model(tmp_path / "base", tied=False)
+    ids = torch.randint(3, 250, (1, 40), generator=torch.Generator().manual_seed(2))
+    came = []
+    for unpacked in (False, True):
+        packing = Quantization("nf4", double=True, unpacked=unpacked)
+        lora = LoraConfig(rank=4, dropout=dropout)
+        lm = load_model(ModelRequest(base, dtype=dtype, packing=packing, lora=lora, attention="sdpa"))
+        for name, parameter in lm.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(1))
+        drops = count_dropout(lm)
+        apply_fused(lm)
+        assert "adapters" in fused_parts(lm)
+        counted = contextlib.nullcontext() if drops is None else drops.counting(torch.arange(40)[None])
+        with counted, torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+            came.append(gradients_of(lm, ids))
+    packed, plain = came
+    assert len(packed) == 1 + 2 * 2 * 7
+    for name, value in plain.items():
+        assert packed[name].equal(value), name
 
 
 def test_parameters_are_counted_by_what_they_stand_for_where_ranks_share_them_out(tmp_path):
@@ -271,6 +300,8 @@ def test_an_adapter_on_a_base_that_came_packed_is_merged_into_plain_weights(came
 def test_a_base_that_came_packed_computes_in_the_type_asked_for_and_learns_after_an_evaluation(came_packed):
     folder, plain, kind = came_packed
     if kind == "int8":
+        lm = load_model(ModelRequest(folder, dtype=torch.float32, lora=LoraConfig(rank=2, dropout=0.0)))
+        assert apply_fused(lm) and "adapters" not in fused_parts(lm)
         pytest.skip("eight bits are computed by the packer's own products")
     lora = LoraConfig(rank=2, dropout=0.0)
     lm = load_model(ModelRequest(folder, dtype=torch.float32, lora=lora, attention="sdpa"))

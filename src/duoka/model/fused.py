@@ -17,6 +17,7 @@ from duoka.model import gpu_kernels, native
 from duoka.model.dropout import CountedDropout, drop_units, keep_scale, level_of
 from duoka.model.gated import forward_gated
 from duoka.model.head import plain_adapter
+from duoka.model.quantize import Packed, dtype_of, is_packed, weight_in
 from duoka.model.rotary import own_rotation, repeats_tables
 from duoka.torch_private import in_shape_of
 
@@ -209,26 +210,31 @@ class AdaptedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, down: torch.Tensor,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | Packed, bias: torch.Tensor | None, down: torch.Tensor,
         up: torch.Tensor, scale: float, keys: torch.Tensor | None = None, place: int = 0, level: int = 0,
     ) -> torch.Tensor:  # fmt: skip
-        """With `keys`, the adapter's input is dropped as `place` and `level` say; the mask is computed again later."""
+        """With `keys`, the adapter's input is dropped as `place` and `level` say; the mask is computed again later.
+
+        A packed weight is unpacked for each product, forward and backward.
+        """
         flat = x.reshape(-1, x.shape[-1])
         read = flat
         if keys is not None:
             scale *= keep_scale(level)
             read = drop_units(flat, keys, place, level)
         with torch.autocast(x.device.type, enabled=False):
-            out = F.linear(flat, weight, bias)
+            out = F.linear(flat, _unpacked(weight, flat.dtype), bias)
             low = read @ down.t()
             out.addmm_(low, up.t(), alpha=scale)
-        ctx.save_for_backward(flat, weight, down, up, low, keys)
+        kept, ctx.packed = (None, weight) if isinstance(weight, Packed) else (weight, None)
+        ctx.save_for_backward(flat, kept, down, up, low, keys)
         ctx.scale, ctx.place, ctx.level = scale, place, level
         return in_shape_of(x, out)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        flat, weight, down, up, low, keys = ctx.saved_tensors
+        flat, kept, down, up, low, keys = ctx.saved_tensors
+        weight = kept if ctx.packed is None else ctx.packed
         rows = grad.reshape(-1, grad.shape[-1])
         with torch.autocast(grad.device.type, enabled=False):
             # Thin matrices lie down, (rank, rows): standing up, CPU libraries take up to 12 times as long for these.
@@ -237,13 +243,17 @@ class AdaptedProduct(torch.autograd.Function):
             if keys is not None:
                 if ctx.needs_input_grad[0]:
                     x_grad = drop_units(low_grad.t() @ down, keys, ctx.place, ctx.level, in_place=True)
-                    x_grad = x_grad.addmm_(rows, weight).view(*grad.shape[:-1], -1)
+                    x_grad = x_grad.addmm_(rows, _unpacked(weight, rows.dtype)).view(*grad.shape[:-1], -1)
                 flat = drop_units(flat, keys, ctx.place, ctx.level)
             elif ctx.needs_input_grad[0]:
-                x_grad = (rows @ weight).addmm_(low_grad.t(), down).view(*grad.shape[:-1], -1)
+                x_grad = (rows @ _unpacked(weight, rows.dtype)).addmm_(low_grad.t(), down).view(*grad.shape[:-1], -1)
             down_grad = low_grad @ flat if ctx.needs_input_grad[3] else None
             up_grad = (low.t() @ rows).mul_(ctx.scale).t() if ctx.needs_input_grad[4] else None
         return x_grad, None, None, down_grad, up_grad, None, None, None, None
+
+
+def _unpacked(weight: torch.Tensor | Packed, dtype: torch.dtype) -> torch.Tensor:
+    return weight.unpack(dtype) if isinstance(weight, Packed) else weight
 
 
 def _forward_adapted(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -254,11 +264,11 @@ def _forward_adapted(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> t
     fits = keys is None or x.shape[:-1] == keys.shape
     if args or kwargs or self.disable_adapters or self.merged or is_drawn or not fits:
         return super(type(self), self).forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]
-    base = self.base_layer
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else base.weight.dtype
+    base, is_narrowed = self.base_layer, torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if is_narrowed else dtype_of(base)
     bias = None if base.bias is None else base.bias.to(dtype)
     answer: torch.Tensor = AdaptedProduct.apply(
-        x.to(dtype), base.weight.to(dtype), bias, self.lora_A[name].weight.to(dtype),
+        x.to(dtype), weight_in(base, dtype), bias, self.lora_A[name].weight.to(dtype),
         self.lora_B[name].weight.to(dtype), self.scaling[name],
         *(() if keys is None else (keys.reshape(-1), drop.place, level_of(drop.p))),
     )  # fmt: skip
@@ -270,7 +280,7 @@ _NO_DROPOUT = torch.nn.Identity
 
 def _is_frozen_with_adapter(module: Any) -> bool:
     name = plain_adapter(module)
-    if name is None or type(module.base_layer) is not torch.nn.Linear:
+    if name is None or not (type(module.base_layer) is torch.nn.Linear or is_packed(module.base_layer)):
         return False
     frozen = not any(p.requires_grad for p in module.base_layer.parameters())
     return frozen and isinstance(module.lora_dropout[name], (_NO_DROPOUT, CountedDropout))

@@ -5,6 +5,7 @@ A head is readable when logits = bend(hidden @ weight.T + bias + adapter); all o
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -40,12 +41,18 @@ def is_readable(head: torch.nn.Module | None) -> bool:
     return type(head if base is None else base) is torch.nn.Linear and (base is None or plain_adapter(head) is not None)
 
 
-def plain_adapter(module: Any) -> str | None:
-    """The name of PEFT's one active adapter of `module` when it is nothing but B(A(dropout(x))) * scale."""
+def _forwards_of_adapters() -> tuple[Any, ...]:
+    """PEFT's, of linear layers: plain ones, and packed ones where somebody has imported the packer."""
     from peft.tuners.lora.layer import Linear
 
+    packed = sys.modules.get("peft.tuners.lora.bnb")
+    return Linear.forward, getattr(getattr(packed, "Linear4bit", None), "forward", None)
+
+
+def plain_adapter(module: Any) -> str | None:
+    """The name of PEFT's one active adapter of `module` when it is nothing but B(A(dropout(x))) * scale."""
     # By what computes: FSDP gives a head that is a unit of its own another class, with the same forward.
-    if type(module).forward is not Linear.forward:
+    if type(module).forward not in _forwards_of_adapters():
         return None
     if module.disable_adapters or module.merged or len(module.active_adapters) != 1:
         return None

@@ -46,6 +46,7 @@ def agree_on_kernels(
 
 def look(bare: Any, config: RunConfig, layout: Layout, device: torch.device) -> Facts:
     """What the table asks of a model whose parts were replaced where they could be."""
+    fused = fused_parts(named_part(bare))
     facts = Facts(
         device=device.type,
         precision=layout.precision,
@@ -53,8 +54,9 @@ def look(bare: Any, config: RunConfig, layout: Layout, device: torch.device) -> 
         compiles=bool(layout.compile),
         keeps_products=layout.recompute == "selective",
         attention_as_written=find_core(bare).config._attn_implementation != NAME,  # type: ignore[union-attr]
-        has=fused_parts(named_part(bare)) & USUAL,
+        has=fused & USUAL,
         adapters=config.lora is not None,
+        adapters_beside_others="adapters" not in fused,
         drops=config.lora is not None and config.lora.dropout > 0,
         own_logits=isinstance(bare, LossModel) and not bare.has_plain_head,
         no_plain_loss=why_no_plain_loss(config) or _why_no_plain_head(bare, layout),

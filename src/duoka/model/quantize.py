@@ -119,17 +119,48 @@ def read_weight(packed: torch.Tensor, state: Any) -> torch.Tensor:
     return dequantize_4bit(packed, blocks).reshape(state.shape)
 
 
+@dataclass(frozen=True)
+class Packed:
+    """A layer's packed bytes, and what they stand for."""
+
+    data: torch.Tensor
+    state: Any
+
+    @classmethod
+    def of(cls, layer: Any) -> Packed:
+        # A weight that was brought together from ranks has no state of its own.
+        return cls(layer.weight.data, getattr(layer.weight, "quant_state", None) or layer.quant_state)
+
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        return read_weight(self.data, self.state).to(dtype)
+
+
+def is_packed(layer: torch.nn.Module) -> bool:
+    """Whether it computes by `Packed.of` it."""
+    return hasattr(layer, "decodes")
+
+
+def dtype_of(layer: Any) -> torch.dtype:
+    """What a linear layer's products are computed in, where no autocast says otherwise."""
+    dtype: torch.dtype = layer.compute_dtype if is_packed(layer) else layer.weight.dtype
+    return dtype
+
+
+def weight_in(layer: Any, dtype: torch.dtype) -> torch.Tensor | Packed:
+    return Packed.of(layer) if is_packed(layer) else layer.weight.to(dtype)
+
+
 class _PackedProduct(torch.autograd.Function):
     """x W' with a W that lies unpacked only while it is multiplied with, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, state: Any) -> torch.Tensor:
-        ctx.packed, ctx.state = packed, state
-        return F.linear(x, read_weight(packed, state).to(x.dtype))
+    def forward(ctx: Any, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+        ctx.packed = packed
+        return F.linear(x, packed.unpack(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return grad @ read_weight(ctx.packed, ctx.state).to(grad.dtype), None, None
+        return grad @ ctx.packed.unpack(grad.dtype), None
 
 
 @functools.cache
@@ -151,8 +182,7 @@ def _exact_linear() -> type:
             # One that was brought together from ranks has none: bitsandbytes would put another parameter in its place.
             if state is not None and (x.device.type != "cpu" or (self.decodes and self._can_be_laid_out())):
                 return super().forward(x)  # type: ignore[no-any-return]
-            dtype, state = self.compute_dtype or x.dtype, state or self.quant_state
-            product: torch.Tensor = _PackedProduct.apply(x.to(dtype), self.weight.data, state)
+            product: torch.Tensor = _PackedProduct.apply(x.to(self.compute_dtype or x.dtype), Packed.of(self))
             return (product if self.bias is None else product + self.bias.to(product.dtype)).to(x.dtype)
 
         def _can_be_laid_out(self) -> bool:
@@ -184,7 +214,7 @@ def compute_in(model: torch.nn.Module, dtype: torch.dtype, packing: Quantization
 def decode_fast(model: torch.nn.Module) -> None:
     """For models that write answers: packed layers may be laid out anew, and weights be off by bf16's rounding."""
     for module in model.modules():
-        if hasattr(module, "decodes"):
+        if is_packed(module):
             module.decodes = True  # type: ignore[assignment]
 
 

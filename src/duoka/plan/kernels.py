@@ -34,6 +34,7 @@ class Facts:
     attention_as_written: bool = False  # ours would compute something else
     has: frozenset[str] = USUAL  # which of these the model computes as duoka knows them
     adapters: bool = False
+    adapters_beside_others: bool = False  # than linear layers in plain numbers or 4 bits
     drops: bool = False  # adapters drop some of what they read
     own_logits: bool = False  # the loss is taken from logits that the model computes itself
     no_plain_loss: str = ""  # likelihood of the targets alone
@@ -105,9 +106,9 @@ def _when(condition: Callable[[Facts], bool], why: str | None = None) -> Callabl
 
 
 def _has_one_sum(facts: Facts) -> str | None:
-    if facts.compiles:
-        return None
-    return "selective recompute keeps products as they are" if facts.keeps_products else ""
+    if facts.keeps_products and not facts.compiles:
+        return "selective recompute keeps products as they are"
+    return None if facts.compiles or facts.adapters_beside_others else ""
 
 
 _COMPILED = Way("torch.compile", _when(lambda facts: facts.compiles))
@@ -222,6 +223,7 @@ def expected(config: RunConfig, work: Work, layout: Layout, machine: Machine) ->
         keeps_products=layout.recompute == "selective",
         has=frozenset(_usual_parts(work.shape)),
         adapters=config.lora is not None,
+        adapters_beside_others=work.frozen_bits == 8,
         drops=config.lora is not None and config.lora.dropout > 0,
         no_plain_loss=why_no_plain_loss(config) or (BENT if work.shape.bent_logits else ""),
         no_native="" if work.has_kernels else "no C++ compiler (duoka doctor)",
