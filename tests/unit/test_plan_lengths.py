@@ -11,6 +11,9 @@ import pytest
 from duoka.config.schema import RunConfig, StageConfig
 from duoka.data.dataset_lengths import find_lengths, lengths_of, remember_lengths
 from duoka.data.feed.epoch_plan import EpochPlan, share_batch
+from duoka.data.read.example import Example, Message
+from duoka.data.tokens.template import encode
+from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout
 from duoka.plan.lengths import Lengths, Rows, tokens_at_once, tokens_later
@@ -110,6 +113,21 @@ def test_a_look_guesses_number_and_lengths_of_untokenized_files(place):
     assert find_lengths(config.model_copy(update={"stage": StageConfig(name="pretrain")}), folder).batch == ()
     os.remove(folder / "chats.jsonl")
     assert find_lengths(config, folder) is None
+
+
+def test_a_look_counts_tokens_where_the_models_tokenizer_is_here(place, tiny_model):
+    """A template's words around each sample, and a vocabulary that knows few words: no rule of thumb has either."""
+    folder, config = place
+    rule = find_lengths(config, folder)  # the demo model is not in this cache
+    config = config.model_copy(update={"model": config.model.model_copy(update={"name": str(tiny_model)})})
+    found, tokenizer = find_lengths(config, folder), load_tokenizer(tiny_model)
+    real = []
+    for line in (folder / "chats.jsonl").read_text(encoding="utf-8").splitlines():
+        messages = tuple(Message(one["role"], one["content"]) for one in json.loads(line)["messages"])
+        real.append(len(encode(Example(messages), tokenizer).input_ids))
+    assert rule.mean < 0.7 * np.mean(real)
+    assert (found.basis, found.num_samples) == ("sampled", 64)
+    assert found.mean == pytest.approx(np.mean(real), rel=0.02) and found.longest == pytest.approx(max(real), rel=0.05)
 
 
 def test_tokenized_data_is_exact_and_remembered_until_something_changes(place):

@@ -1,7 +1,7 @@
 """Sample lengths of a config's data, for its plan: from tokens, from an earlier run's cache, or estimated from files.
 
 `duoka train` measures the tokenized data and leaves the figures in the cache, where `duoka plan` finds them as long as
-files and settings are the same. Never tokenizes anything, knows no torch; an estimate reads some megabytes at most.
+files and settings are the same. Knows no torch; an estimate reads some megabytes and tokenizes some samples at most.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from duoka.data.read.example import AnyExample, BadRecord
 from duoka.data.read.record_kinds import read_record
 from duoka.data.read.records import FilePiece, Record, find_pieces, read_piece
 from duoka.data.read.registry import ResolvedSet, find_sets
-from duoka.errors import Fault, Faults, StorageError
+from duoka.errors import ConfigError, Fault, Faults, StorageError
 from duoka.plan.lengths import Lengths
 from duoka.runs.cache import cache_folder, file_version, make_folder
 from duoka.runs.folder import read_json, write_json_atomic
@@ -32,6 +32,7 @@ from duoka.units import Amount, parse_amount
 if TYPE_CHECKING:
     from duoka.data.feed.prompts import PromptRows
     from duoka.data.prepare import PreparedData
+    from duoka.data.tokens.tokenizer import ChatTokenizer
 
 KNOWN_VERSION = 2  # raise it when the same data would give other figures
 # Epochs are walked until so many samples were laid out; of more samples, an evenly chosen subset is used.
@@ -44,6 +45,8 @@ _MOST_DRAWN = 65536
 # writes around each message.
 _BYTES_PER_TOKEN = 4.0
 _TOKENS_PER_MESSAGE = 5
+# Where the model's tokenizer is here, so many samples are cut into tokens, of those that are no longer than this.
+_COUNTED, _LONGEST_COUNTED = 64, 8192
 
 
 def lengths_of(prepared: PreparedData, config: RunConfig) -> Lengths:
@@ -103,7 +106,8 @@ def find_lengths(config: RunConfig, base: Path) -> Lengths | None:
         known = read_json(cache_folder() / "lengths" / _key_of(config, base))
         with contextlib.suppress(KeyError, TypeError, ValueError):
             return Lengths.from_json(known or {})
-        return guess_lengths(config, [found for found in find_sets(config, base) if found.split == "train"])
+        sets = [found for found in find_sets(config, base) if found.split == "train"]
+        return guess_lengths(config, sets, _own_tokenizer(config, base))
     except (Faults, OSError):
         return None  # the data may lie on another machine
 
@@ -132,12 +136,28 @@ def _facts(path: Path) -> list[Any]:
 # --- a look ---
 
 
-def guess_lengths(config: RunConfig, sets: list[ResolvedSet]) -> Lengths | None:
-    """From the first records of each file, at 4 bytes a token; their number too, where sets are used as they are."""
+def _own_tokenizer(config: RunConfig, base: Path) -> ChatTokenizer | None:
+    """The model's, where it is on this machine and read without transformers, which takes seconds to import."""
+    from duoka.data.tokens.tokenizer import load_tokenizer
+    from duoka.hub.models import known_folder, local_tokenizer
+
+    folder = local_tokenizer(config.model, base) if config.model.tokenizer else known_folder(config.model, base)
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return None
+    with contextlib.suppress(ConfigError, ValueError):
+        return load_tokenizer(folder, config.model.template)
+    return None
+
+
+def guess_lengths(config: RunConfig, sets: list[ResolvedSet], tokenizer: ChatTokenizer | None) -> Lengths | None:
+    """From the first records of each file, at 4 bytes a token or as some of them are cut into tokens; their number too,
+    where sets are used as they are."""
     guessed: list[int] = []
     total: float | None = 0.0
     for found in sets:
-        own, number = _look_at(found)
+        examples, number = _look_at(found)
+        own = [_guess_tokens(example) for example in examples]
+        own = own if tokenizer is None else _as_counted(own, examples, tokenizer)
         if found.form.kind == "preference" and "labeled" in config.stage.kind.records:  # each pair is two answers
             own, number = [-(-size // 2) for size in own for _ in range(2)], 2 * number
         guessed += own
@@ -159,9 +179,9 @@ def guess_lengths(config: RunConfig, sets: list[ResolvedSet]) -> Lengths | None:
     return Lengths("sampled", None if total is None else max(1, round(total)), sum(cut) / len(cut), max(cut), batch)
 
 
-def _look_at(found: ResolvedSet) -> tuple[list[int], float]:
-    """(guessed tokens of some records, about how many records there are)."""
-    guessed: list[int] = []
+def _look_at(found: ResolvedSet) -> tuple[list[AnyExample], float]:
+    """(some records, about how many there are)."""
+    examples: list[AnyExample] = []
     num_records, room = 0, float(_READ_BYTES)
     size = sum(path.stat().st_size for path in found.files)
     for piece in _pieces(found):
@@ -170,11 +190,11 @@ def _look_at(found: ResolvedSet) -> tuple[list[int], float]:
         room -= piece.size_bytes
         for record in read_piece(piece):
             num_records += not isinstance(record, Fault)
-            if isinstance(record, Record) and len(guessed) < _LOOKED_AT:
+            if isinstance(record, Record) and len(examples) < _LOOKED_AT:
                 with contextlib.suppress(BadRecord):
-                    guessed.append(_guess_tokens(read_record(record.value, found.form)))
+                    examples.append(read_record(record.value, found.form))
     read = _READ_BYTES - room
-    return guessed, num_records * max(1.0, size / read) if room <= 0 else float(num_records)
+    return examples, num_records * max(1.0, size / read) if room <= 0 else float(num_records)
 
 
 def _pieces(found: ResolvedSet) -> Iterator[FilePiece]:
@@ -190,6 +210,30 @@ def _guess_tokens(example: AnyExample) -> int:
     texts += [getattr(example, "text", ""), getattr(example, "tools", None) or ""]
     num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
     return max(1, round(num_bytes / _BYTES_PER_TOKEN) + _TOKENS_PER_MESSAGE * (len(texts) - 2))
+
+
+def _as_counted(guessed: list[int], examples: Sequence[AnyExample], tokenizer: ChatTokenizer) -> list[int]:
+    """Guesses as they are where some were counted: a template writes as much around short samples as around long ones,
+    so that by which a guess is too small is a share of it and a number of tokens."""
+    from duoka.data.tokens.encode import encode_examples
+
+    every = max(1, len(examples) // _COUNTED)
+    some = [place for place in range(0, len(examples), every) if guessed[place] <= _LONGEST_COUNTED]
+    encoded = encode_examples([examples[place] for place in some], tokenizer, targets="assistant")
+    pairs = [
+        (guessed[place], sum(len(part.input_ids) for part in one.parts))
+        for place, one in zip(some, encoded, strict=True)
+        if not isinstance(one, BadRecord)
+    ]
+    if not pairs:
+        return guessed
+    near, real = np.array(pairs, dtype=float).T
+    spread = ((near - near.mean()) ** 2).sum()
+    slope = ((near - near.mean()) * (real - real.mean())).sum() / spread if spread else 0.0
+    if slope <= 0:
+        slope = real.mean() / near.mean()
+    start = real.mean() - slope * near.mean()
+    return [max(1, round(slope * guess + start)) for guess in guessed]
 
 
 def _guess_batch(lengths: list[int], step: Amount, mean: float) -> tuple[int, ...]:
