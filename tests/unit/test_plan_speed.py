@@ -224,21 +224,6 @@ def test_products_on_a_cpu_take_as_long_as_a_layers_were_measured_to(precision, 
     assert seconds(half_trained=2e12, half_frozen=2e12) == seconds()
 
 
-@pytest.mark.parametrize(("precision", "first", "later"), [("bf16", 12, 24), ("fp32", 0, 12)])
-def test_a_cpus_weights_are_narrowed_and_gradients_added_for_each_micro_batch(precision, first, later):
-    work, layout = Work(LLAMA_8B, None, "cpu"), Layout(precision=precision)
-    device = replace(NODES.device, generation="cpu", measured=True, memory_bytes_per_s=1e12)
-    cluster = replace(NODES, num_nodes=1, per_node=1, device=device)
-
-    def traffic_of(count, work=work):
-        return estimate_speed(work, layout, cluster, Load(count, 2048, 512, 2048)).parts["memory traffic"]
-
-    more = (later - first) * LLAMA_8B.num_parameters / 0.8e12
-    assert traffic_of(3) - 3 * traffic_of(1) == pytest.approx(2 * more, rel=1e-6)
-    adapted = replace(work, lora=LoraConfig(rank=8))
-    assert traffic_of(3, adapted) == pytest.approx(3 * traffic_of(1, adapted))
-
-
 def test_a_cpus_adapters_are_counted_by_what_they_read_and_write():
     work, layout, load = Work(LLAMA_8B, LoraConfig(rank=8), "cpu"), Layout(precision="bf16"), Load(1, 2048, 512, 2048)
 

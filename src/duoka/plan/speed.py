@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from duoka.config.schema import GRAPHS
 from duoka.plan import deepspeed
 from duoka.plan.activations import activation_bytes_per_token, has_own_attention, is_narrow
 from duoka.plan.catalog import Cluster
@@ -26,6 +25,7 @@ from duoka.plan.fp8 import fp8_weights, rounding_bytes
 from duoka.plan.layout import Layout
 from duoka.plan.memory import moved_activations
 from duoka.plan.offload import disk_seconds, moved_bytes
+from duoka.plan.overheads import MEMORY_SHARE, launch_s, micro_batches_s
 from duoka.plan.pipeline import PassTimes, bubble
 from duoka.plan.recipe import Work, shares, slowest_stage
 from duoka.plan.recompute import part_of_layers
@@ -65,15 +65,12 @@ NARROW_ATTENTION, WIDE_ATTENTION = 0.47, 0.60
 # Of the share that 16-bit products reach of their peak, what 8-bit ones reach of theirs: torchtitan's Llama 3.1 8B on
 # 8 H100, compiled, at 6,667 and 8,532 tokens/s a GPU (its page on performance). Two more pairs judge it in the tests.
 FP8_SHARE = 0.82
-MEMORY_SHARE = 0.80  # of the data sheet's bandwidth, by element-wise kernels
 TOUCHES_BACKWARD = 2.0  # times those of the forward pass
 COMPILED_TOUCHES = 0.5  # fused kernels keep intermediate values in registers
-LAUNCH_S = 6e-6  # per kernel in eager mode: below this a GPU waits for Python
-KERNELS_PER_LAYER = 45
-FP8_KERNELS = 64  # more, to round: counted on the fake GPU (tests/unit/test_gpu_budgets.py), a third of both passes'
 OPTIMIZER_BYTES = 28  # read and written per parameter by AdamW: weight, gradient, two moments
 PCIE_BYTES_PER_S = 12e9  # to host memory and back
 RANGE = (0.75, 1.35)
+EACH = "per micro-batch"  # the part of a step that does not grow with its tokens
 
 
 @dataclass(frozen=True)
@@ -144,6 +141,7 @@ class Load:
     tokens: float
     length: float  # of the sequences that attention sees
     tokens_per_step: float  # of all ranks
+    varies: bool = False  # each micro-batch has another number of tokens
 
 
 def activations_moved(work: Work, layout: Layout, load: Load) -> float:
@@ -162,7 +160,7 @@ def estimate_speed(work: Work, layout: Layout, cluster: Cluster, load: Load, *, 
     device = cluster.device
     cores = cluster.per_node if device.kind == "cpu" else 1  # CPU ranks of a node share it
     matmul_s, attention_s, touch_s = _pass_seconds(work, layout, cluster, load, rates)
-    forward = max(matmul_s + attention_s + touch_s, _launch_s(work, layout, device.kind))
+    forward = max(matmul_s + attention_s + touch_s, launch_s(work, layout, device.kind))
     # Of a pipeline, the stage that learns is waited for.
     double, passed = (2.0, 1.0) if work.train_only and layout.pp > 1 else backward_shares(work)
     products_again, attention_again = (passed * part for part in _computed_again(work, layout))
@@ -170,20 +168,18 @@ def estimate_speed(work: Work, layout: Layout, cluster: Cluster, load: Load, *, 
     if layout.recompute == "selective":  # operators: products that are kept, and what lies between them
         again = passed * attention_s if attention_again else passed * touch_s + products_again * matmul_s
     backward = double * matmul_s + passed * (ATTENTION_BACKWARD * attention_s + touch_s * TOUCHES_BACKWARD)
-    backward = max(backward, _launch_s(work, layout, device.kind) * 2 * passed)
+    backward = max(backward, launch_s(work, layout, device.kind) * 2 * passed)
     exchanges = traffic(
         work, layout, cluster.per_node, accumulation=max(1, round(load.accumulation)), tokens=round(load.tokens)
     )  # fmt: skip
     count = load.accumulation
     share = shares(work, layout)[0]
     compute = count * (forward * (1 + work.looks) + backward + again)
-    if device.kind == "cpu":
-        touched = _weight_bytes(work, layout, count) * share.trainable * cores
-        compute += touched / (device.memory_bytes_per_s * MEMORY_SHARE)
+    each = micro_batches_s(work, layout, cluster, count, products_again + work.looks, load.varies)
     exposed, whole = _exposed(exchanges, cluster, layout, count, forward, backward + again, work.shape.num_layers)
     later = _weights_seconds(work, matmul_s)
     times = PassTimes(forward * (1 + work.looks), backward + again - later, later)
-    waits = compute * bubble(layout.schedule, layout.pp, layout.virtual, count, times)
+    waits = (compute + each) * bubble(layout.schedule, layout.pp, layout.virtual, count, times)
     state = share.trainable / (layout.state_ranks if layout.is_sharded else 1)
     optimizer = OPTIMIZER_BYTES * state * cores / (device.memory_bytes_per_s * MEMORY_SHARE)
     if layout.offload != "none" and device.kind == "cuda":
@@ -199,9 +195,10 @@ def estimate_speed(work: Work, layout: Layout, cluster: Cluster, load: Load, *, 
         "optimizer": optimizer,
         "disk": disk,
         "moving activations": moving,
+        EACH: each,
     }
     parts["memory traffic"] = max(0.0, compute - parts["matrix products"] - parts["attention"])
-    step = compute + exposed + waits + optimizer + disk + moving
+    step = compute + each + exposed + waits + optimizer + disk + moving
     flops = model_flops_per_token(work, round(load.length)) * load.tokens_per_step
     peak = device.peak_flops(layout.precision) * cluster.num_devices / cores
     return Speed(
@@ -259,14 +256,6 @@ def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load, rate
     )
 
 
-def _weight_bytes(work: Work, layout: Layout, count: float) -> float:
-    """Of a trained weight in a step of `count` micro-batches: each narrows it and widens its gradient, and adds it to
-    the sum but for the first. On GPUs the fitted rates have that in them."""
-    if work.lora is not None or work.narrow_weights:
-        return 0.0
-    return (0.0 if layout.precision == "fp32" else 12.0 * count) + 12.0 * max(0.0, count - 1)
-
-
 def _thin_bytes(work: Work, layout: Layout) -> float:
     """Of a token in a layer: adapters' products read what comes in, and what goes out is read and written once more.
     On GPUs the rates fitted to published runs have that in them."""
@@ -322,14 +311,6 @@ def _computed_again(work: Work, layout: Layout) -> tuple[float, float]:
     return (again * shape.num_layers / products(shape) if meant == "every second product" else 0.0), 0.0
 
 
-def _launch_s(work: Work, layout: Layout, kind: str) -> float:
-    if layout.compile == GRAPHS:
-        return 0.0  # one launch a layer and pass; not measured on a GPU yet
-    per_layer = KERNELS_PER_LAYER + (FP8_KERNELS if layout.precision == "fp8" else 0)
-    kernels = per_layer * (0.4 if layout.compile else 1.0) * work.shape.num_layers / layout.pp
-    return kernels * LAUNCH_S if kind == "cuda" else 0.0
-
-
 def _exposed(
     exchanges: tuple[Exchange, ...],
     cluster: Cluster,
@@ -366,4 +347,6 @@ def _limit(parts: Mapping[str, float], exchanges: tuple[Exchange, ...], cluster:
         return "the pipeline's bubble: more micro-batches per step help"
     if largest == "disk":
         return "the disk, where the optimizer's state lies"
+    if largest == EACH:
+        return "what each micro-batch costs whatever its size: larger ones help"
     return {"matrix products": "matrix products (compute-bound)"}.get(largest, largest)

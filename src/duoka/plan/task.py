@@ -108,4 +108,5 @@ def load_of(task: Task, layout: Layout) -> Load:
     tokens = share / number
     if task.fixed_rows:  # computed to their end, filled or not
         tokens = float(rows_at_once(layout.micro, task.max_length) * task.max_length)
-    return Load(number, tokens, min(task.length, tokens), task.tokens_per_step)
+    varies = task.lengths is not None and bool(task.lengths.batch) and not task.fixed_rows
+    return Load(number, tokens, min(task.length, tokens), task.tokens_per_step, varies)

@@ -1,0 +1,73 @@
+"""What each micro-batch costs whatever its size: kernels' launches on GPUs; on CPUs Python and dispatch, weights that
+are laid out anew or unpacked, and programs that a library writes for numbers of rows it has not met.
+
+Measured on SmolLM2-135M and on 30 layers of width 64, at 16 to 2,048 tokens (docs/decisions.md).
+"""
+
+from __future__ import annotations
+
+from duoka.config.schema import GRAPHS
+from duoka.plan import packed_base
+from duoka.plan.catalog import Cluster, Device
+from duoka.plan.flops import products
+from duoka.plan.layout import Layout
+from duoka.plan.recipe import Work, shares, slowest_stage
+from duoka.plan.shape import adapted_linears
+
+MEMORY_SHARE = 0.80  # of the data sheet's bandwidth, by element-wise kernels
+LAUNCH_S = 6e-6  # per kernel in eager mode: below this a GPU waits for Python
+KERNELS_PER_LAYER = 45
+FP8_KERNELS = 64  # more, to round: counted on the fake GPU (tests/unit/test_gpu_budgets.py), a third of both passes'
+# A CPU's layer, both passes, and what each adapter in it adds.
+LAYER_S, ADAPTER_S = 2.5e-3, 0.35e-3
+PROGRAMS_S = 0.15  # for one new number of rows, of all products of a dense model in 16 bits
+LAID_OUT_BYTES = 6.0  # of a weight in 16 bits: read, written as the product's kernel reads it, and read
+CPU_UNPACKED_BYTES = 10.0  # as many are moved in the time that one packed number takes
+
+
+def launch_s(work: Work, layout: Layout, kind: str) -> float:
+    """Of one forward pass."""
+    if layout.compile == GRAPHS:
+        return 0.0  # one launch a layer and pass; not measured on a GPU yet
+    per_layer = KERNELS_PER_LAYER + (FP8_KERNELS if layout.precision == "fp8" else 0)
+    kernels = per_layer * (0.4 if layout.compile else 1.0) * work.shape.num_layers / layout.pp
+    return kernels * LAUNCH_S if kind == "cuda" else 0.0
+
+
+def micro_batches_s(work: Work, layout: Layout, cluster: Cluster, count: float, again: float, is_new: bool) -> float:
+    """Of a step's `count` micro-batches, where that part of the forward pass is computed again. `is_new`: each has
+    another number of tokens."""
+    device, passes = cluster.device, 2 + again
+    moved = count * passes * _unpacked_bytes(work, layout, device)
+    if device.kind != "cpu":
+        return moved / (device.memory_bytes_per_s * MEMORY_SHARE)
+    layers = work.shape.num_layers * slowest_stage(work, layout) / layout.pp
+    adapters = 0 if work.lora is None else len(adapted_linears(work.shape, work.lora))
+    seconds = count * passes / 2 * layers * (LAYER_S + adapters * ADAPTER_S)
+    moved += _widened_bytes(work, layout, count)
+    if has_narrow_products(device, layout):
+        seconds += count * PROGRAMS_S * is_new
+        moved += count * passes * LAID_OUT_BYTES * products(work.shape) / (layout.tp * layout.pp)
+    # Ranks of a machine share its memory.
+    return seconds + moved * cluster.per_node / (device.memory_bytes_per_s * MEMORY_SHARE)
+
+
+def _unpacked_bytes(work: Work, layout: Layout, device: Device) -> float:
+    """Of a pass over a base that is packed: each number is read in a few bits and written whole."""
+    share = shares(work, layout)[0]
+    packed = packed_base.numbers(work.frozen_bits, work.shape, share.block_linear, share.frozen)
+    return packed * (CPU_UNPACKED_BYTES if device.kind == "cpu" else work.frozen_bits / 8 + 2.0)
+
+
+def _widened_bytes(work: Work, layout: Layout, count: float) -> float:
+    """Of trained weights in a step: each micro-batch narrows them and widens their gradients, and adds these to the sum
+    but for the first. On GPUs the fitted rates have that in them."""
+    if work.lora is not None or work.narrow_weights:
+        return 0.0
+    each = (0.0 if layout.precision == "fp32" else 12.0 * count) + 12.0 * max(0.0, count - 1)
+    return each * shares(work, layout)[0].trainable
+
+
+def has_narrow_products(device: Device, layout: Layout) -> bool:
+    """Whether 16-bit products have instructions of their own."""
+    return layout.precision not in ("fp32", "fp8") and device.half_flops > device.fp32_flops
