@@ -7,6 +7,8 @@ import contextlib
 import errno
 import os
 import resource
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -118,3 +120,17 @@ def test_a_page_goes_where_it_is_asked_for_or_it_is_said_why_not(line, tmp_path,
     assert cli.run([*line.split(), "a.jsonl/page.html"]) == 6
     said = capsys.readouterr().err
     assert "cannot write a.jsonl/page.html" in said and "Traceback" not in said, said
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_words_that_found_no_room_are_a_storage_error_and_never_cut_in_silence(unbuffered, tmp_path):
+    """With PYTHONUNBUFFERED, as in containers, half a page was written with exit code 0; without it Python left with
+    120 and an error of its own."""
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open(tmp_path / "out", "w") as out:
+        done = subprocess.run(
+            [sys.executable, "-m", "duoka", "--help"], stdout=out, stderr=subprocess.PIPE, env=env, text=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
+        )  # fmt: skip
+    assert done.returncode == 6 and "ulimit -f" in done.stderr, (done.returncode, done.stderr)
+    assert "ignored" not in done.stderr

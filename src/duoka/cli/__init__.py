@@ -7,7 +7,6 @@ command's own imports happen inside its function. A command returns its exit cod
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import signal
 import sys
@@ -22,6 +21,7 @@ from duoka import __version__
 from duoka.cli import words_zh
 from duoka.cli.asked_to_leave import AskedToLeave, leave_when_asked
 from duoka.cli.language import framed, language
+from duoka.cli.streams import drop_stdout, open_closed_streams, print_what_can_be_printed
 from duoka.errors import DoctorError, DuokaError, StorageError
 from duoka.process.no_memory import is_no_memory, no_memory  # here: without memory nothing can be imported any more
 from duoka.process.no_process import is_no_process, no_process
@@ -221,8 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """As `main`, for callers that go on: the exit code of one command line."""
-    _open_closed_streams()
-    _print_what_can_be_printed()
+    open_closed_streams()
+    print_what_can_be_printed()
     from duoka.cli.typed import mend, without_local_rank
     from duoka.runs.cache import lend_temporary_folder
 
@@ -249,9 +249,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         print_error(framed(["interrupted"]))
         return INTERRUPTED
     except (BrokenPipeError, ReaderLeft):
-        # The reader of stdout has closed it. Without this, Python prints another error when it flushes stdout at exit.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_stdout()  # its reader has closed it
         return BROKEN_PIPE
     except Exception as error:  # noqa: BLE001  (the outermost frame: everything ends here)
         known = find_known_fault(error)
@@ -261,6 +259,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
             return 1
         if not _launcher_says(known):
             print_error(framed(known.lines(), known.exit_code))
+        if isinstance(known, StorageError):
+            drop_stdout(only_if_refused=True)
         return known.exit_code
     except AskedToLeave as asked:  # drafts and the like are gone by now
         print_error(framed([f"stopped by {asked.signal_name}"]))
@@ -350,42 +350,3 @@ def print_error(lines: Sequence[str]) -> None:
     for line in shown:
         with contextlib.suppress(BrokenPipeError):
             click.echo(line, err=True, color=False if os.environ.get("NO_COLOR") else None)
-
-
-def _open_closed_streams() -> None:
-    """Streams that a caller closed (`duoka ... <&-`) are empty ones: Python has None for them, and the next file that
-    is opened would get their number, and what is printed."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is not None:
-            continue
-        with contextlib.suppress(OSError):
-            opened = os.open(os.devnull, os.O_RDWR)
-            if opened != number:
-                os.dup2(opened, number)
-                os.close(opened)
-            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
-
-
-class _Notes(io.TextIOWrapper):
-    """stderr, whose words are lost where they find no room: a full disk under a log must not end what is logged."""
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            super().write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            super().flush()
-
-
-def _print_what_can_be_printed() -> None:
-    """Chinese on a terminal that knows only ASCII shows as \\u8baf, and is no crash."""
-    if type(sys.stderr) is io.TextIOWrapper and sys.stderr is sys.__stderr__:  # nobody has put another in its place
-        raw = open(sys.stderr.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115
-        sys.stderr = _Notes(raw, encoding=sys.stderr.encoding, write_through=True)
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            with contextlib.suppress(OSError, ValueError):
-                reconfigure(errors="backslashreplace")
