@@ -8,7 +8,7 @@ from families import family_config, write_family
 
 from duoka.comm.world import World
 from duoka.config.schema import DataConfig, DataSource, LoraConfig, ModelConfig, ParallelConfig, RunConfig
-from duoka.errors import ConfigError
+from duoka.errors import ConfigError, DoesNotFit
 from duoka.model import exactness
 from duoka.model.attention import register_attention
 from duoka.model.build import LossModel, load_model
@@ -55,6 +55,18 @@ def test_a_llama_is_cut_into_stages_and_a_gpt2_is_not(tmp_path, fresh):
     with pytest.raises(ConfigError, match="cannot cut model type gpt2") as refused:
         check_stages(model, config_folder(tmp_path / "gpt2", "gpt2"))
     assert "in two stages, beside the whole" in refused.value.where
+
+
+def test_memory_that_the_system_refuses_is_no_fault_of_the_model(tmp_path, fresh, monkeypatch):
+    """Under `ulimit -v` a Llama could not be tried: use a decoder-only language model, it was told."""
+
+    def refuse(*given, **told):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 32768 bytes")
+
+    folder = config_folder(tmp_path / "llama", "llama")
+    monkeypatch.setattr(exactness, "build_tiny", refuse)
+    with pytest.raises(DoesNotFit):
+        check_stages(ModelConfig(name="mine"), folder)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])

@@ -65,6 +65,9 @@ def test_refused_memory_is_known_however_it_is_said(monkeypatch: pytest.MonkeyPa
     assert find_known_fault(refused).exit_code == 3, "without a limit on memory it is one on processes"
     monkeypatch.setattr("duoka.process.no_memory.address_limit", lambda: 780 << 20)
     assert "limited to 780 MiB (ulimit -v)" in find_known_fault(refused).lines()[0]
+    assert find_known_fault(RuntimeError("could not create a primitive")).exit_code == 4, "all that oneDNN says of it"
+    monkeypatch.undo()
+    assert find_known_fault(RuntimeError("could not create a primitive")) is None
 
 
 def test_refused_processes_are_known_however_it_is_said() -> None:
@@ -112,6 +115,7 @@ def test_too_few_open_files_are_known_however_it_is_said() -> None:
     """Files of a model and connections of a group are refused alike; what a reader advised then is no advice."""
     said = "Too many open files"
     plain = [OSError(24, said), RuntimeError(f"accept: {said}"), Exception(f"{said} (os error 24)")]
+    plain.append(RuntimeError("Failed to init uv loop"))  # at `ulimit -n 16` two processes met for 10 minutes, it said
     wrapped = [told_of(error) for error in plain]
     for error in (*plain, *wrapped):
         fault = find_known_fault(error)

@@ -24,10 +24,10 @@ from duoka.errors import ConfigError, DuokaError, WorkerFailed
 from duoka.process.environ import LOOPBACK, RankEnvironment, read_rank_environment
 from duoka.process.interface import choose_interface
 from duoka.process.lifeline import parent_pid
-from duoka.process.no_process import is_no_process, no_process
-from duoka.process.open_files import is_too_many_files, raise_open_files, too_many_files
+from duoka.process.open_files import raise_open_files
 from duoka.process.place import script_variables
 from duoka.process.rank import LOGS_FOLDER
+from duoka.process.refused import refused_by_system
 from duoka.process.threads_at_rest import let_threads_rest
 from duoka.runs.heart import Heart
 from duoka.torch_private import abort_groups
@@ -318,10 +318,8 @@ def compute_init(device_type: str = "auto") -> tuple[bool, int, int, int, torch.
 
 def _nobody_came(place: RankEnvironment, timeout: float | str, error: Exception) -> DuokaError:
     """A rendezvous that failed. Torch's own words differ with which rank waits; ours name the address."""
-    if is_too_many_files(error):
-        return too_many_files()
-    if is_no_process(error):
-        return no_process()
+    if (refused := refused_by_system(error)) is not None:
+        return refused
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return WorkerFailed(
         f"rank {place.rank}: the rendezvous of {place.size} processes did not complete within {timeout}",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from duoka.model.chunks import IGNORED
 from duoka.model.own_lengths import find_stretch
 from duoka.model.pipeline_stages import cut_model
 from duoka.model.tiny_copy import SPECIAL, VOCABULARY, build_tiny, count_parameters, tiny_config
+from duoka.process.refused import refused_by_system
 
 # The last: padded rows through the attention that the model's own code brings, where ours computes something else.
 LayOut = Literal["packed", "padded", "as written"]
@@ -118,7 +120,7 @@ class SelfTest:
                 whole = answer(slice(None))
                 cut = torch.cat((answer(slice(middle)), answer(slice(middle, None))), dim=1)
         except _BREAKS as error:
-            return LayoutTrial(math.inf, why=f"its code does not run in pieces ({_in_one_line(error)})")
+            return LayoutTrial(math.inf, why=f"its code does not run in pieces ({_why(error)})")
         off = float((cut - whole).norm() / whole.norm())
         why = "layers beside its attention look at other tokens, or at how many there are"
         return LayoutTrial(off if math.isfinite(off) else math.inf, why=why)
@@ -132,7 +134,7 @@ class SelfTest:
                 model.load_state_dict(alone.weights)
                 return _measure_stages(model, _pad(self._documents), alone)
             except _BREAKS as error:
-                return LayoutTrial(math.inf, why=_in_one_line(error))
+                return LayoutTrial(math.inf, why=_why(error))
 
     @property
     def layout(self) -> LayOut | None:
@@ -169,11 +171,13 @@ class SelfTest:
                     if make is tiny_config or count_parameters(tiny, self._trust) <= _MOST_PARAMETERS:
                         return tiny, self._learn_alone(tiny)
             except _BREAKS as error:
-                reason = reason or _in_one_line(error)
+                reason = reason or _why(error)
         raise ConfigError(
             f"model type {self.name} could not be tried before the run: no small copy of it computes a loss",
             where=reason or f"the smallest has more than {_MOST_PARAMETERS:,} parameters",
-            fix="use a decoder-only language model of transformers",
+            fix="leave PYTHONOPTIMIZE and -OO away: transformers reads docstrings, which they remove"
+            if sys.flags.optimize > 1
+            else "use a decoder-only language model of transformers",
         )
 
     def _learn_alone(self, tiny: Any) -> _Alone:
@@ -187,7 +191,7 @@ class SelfTest:
             model = self._build(layout)
             model.load_state_dict(alone.weights)
         except _BREAKS as error:
-            return LayoutTrial(math.inf, why=f"its attention takes no other implementation ({_in_one_line(error)})")
+            return LayoutTrial(math.inf, why=f"its attention takes no other implementation ({_why(error)})")
         batch = (_pack if layout == "packed" else _pad)(self._documents)
         trials = []
         for own_logits in (False, True):
@@ -218,7 +222,7 @@ def check_architecture(folder: Path, *, trust_remote_code: bool = False) -> Self
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"the config of the model in {folder} could not be read: {_in_one_line(error)}") from error
+        raise ConfigError(f"the config of the model in {folder} could not be read: {_why(error)}") from error
     key = f"{type(config).__module__} {config.to_json_string(use_diff=False)}"
     if key not in KNOWN:
         KNOWN[key] = SelfTest(config, trust_remote_code=trust_remote_code)
@@ -248,7 +252,7 @@ def _measure(model: torch.nn.Module, batch: dict[str, torch.Tensor], own_logits:
             loss, _ = LossModel(model, own_logits=own_logits)(**batch)
         gradients = _gradients(model, loss)
     except _BREAKS as error:
-        return LayoutTrial(math.inf, own_logits, _in_one_line(error))
+        return LayoutTrial(math.inf, own_logits, _why(error))
     off = max(abs(float(loss.detach()) / alone.loss - 1), _distance(gradients, alone.gradients))
     return LayoutTrial(off if math.isfinite(off) else math.inf, own_logits)
 
@@ -308,6 +312,9 @@ def _distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
     return float(torch.stack(apart).norm() / size)
 
 
-def _in_one_line(error: BaseException) -> str:
+def _why(error: BaseException) -> str:
+    """What code of a model ended with. What the system refused says nothing about the model, and goes on upwards."""
+    if (refused := refused_by_system(error)) is not None:
+        raise refused from error
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

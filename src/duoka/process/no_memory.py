@@ -16,6 +16,7 @@ _WORDS = (
 )  # fmt: skip
 # What Python says of a refused thread: its stack is memory too, but a limit on processes is refused alike.
 NO_THREAD = "can't start new thread"
+_NO_KERNEL = "could not create a primitive"  # oneDNN's only words, of an operation that it does not know too
 
 
 def is_no_memory(error: BaseException) -> bool:
@@ -27,7 +28,8 @@ def is_no_memory(error: BaseException) -> bool:
 
 def says_no_memory(text: str) -> bool:
     said = text.lower()
-    return any(words in said for words in _WORDS) or (NO_THREAD in said and address_limit() is not None)
+    is_doubtful = NO_THREAD in said or _NO_KERNEL in said
+    return any(words in said for words in _WORDS) or (is_doubtful and address_limit() is not None)
 
 
 def no_memory() -> DoesNotFit:

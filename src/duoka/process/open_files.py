@@ -11,7 +11,7 @@ import resource
 from duoka.errors import DoctorError, DuokaError
 
 _ENOUGH = 65536
-_WORDS = "too many open files"
+_WORDS = ("too many open files", "failed to init uv loop")  # the latter of torch's store, which has no other reason
 
 
 def raise_open_files() -> None:
@@ -35,7 +35,8 @@ def is_too_many_files(error: BaseException) -> bool:
 
 
 def says_too_many_files(text: str) -> bool:
-    return _WORDS in text.lower()
+    said = text.lower()
+    return any(words in said for words in _WORDS)
 
 
 def too_many_files() -> DoctorError:
