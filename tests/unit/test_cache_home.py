@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 
 from duoka.cli import find_known_fault
-from duoka.errors import StorageError
+from duoka.config.schema import ModelConfig
+from duoka.errors import ConfigError, StorageError
+from duoka.hub.models import ModelSource, known_folder
+from duoka.plan.catalog import hardware_file, read_hardware
 from duoka.process.no_room import no_room
 from duoka.runs.cache import cache_folder, lend_temporary_folder
+from duoka.runs.find import runs_in
 
 
 def test_a_user_whom_the_system_does_not_know_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +32,19 @@ def test_a_user_whom_the_system_does_not_know_is_told_what_to_set(monkeypatch: p
     assert "set DUOKA_CACHE" in "".join(caught.value.lines())
     assert cache_folder({"DUOKA_CACHE": os.sep + "kept"}) == Path(os.sep) / "kept"
     assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/duoka")
+
+
+def test_a_home_that_is_none_has_no_measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """HOME=/dev/null, as system users have it, refused every plan; without HOME the current folder was taken for it."""
+    monkeypatch.delenv("DUOKA_HARDWARE", raising=False)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setenv("HOME", os.devnull)
+    assert read_hardware() is None
+    monkeypatch.delenv("HOME")
+    assert hardware_file().is_absolute()
+    (tmp_path / "hardware.json").mkdir()
+    with pytest.raises(ConfigError, match="measure again"):
+        read_hardware(tmp_path / "hardware.json")
 
 
 @pytest.fixture
@@ -72,8 +89,37 @@ def test_a_cache_that_cannot_be_written_is_named(number: int, monkeypatch: pytes
     fault = find_known_fault(refused)
     assert isinstance(fault, StorageError) and f"cache folder {tmp_path}" in fault.what
     assert "set DUOKA_CACHE" in (fault.fix or "")
-    elsewhere = OSError(number, os.strerror(number), "/data/a")
-    assert "DUOKA_CACHE" not in str(find_known_fault(elsewhere))
+    elsewhere = find_known_fault(OSError(number, os.strerror(number), "/data/a"))
+    assert isinstance(elsewhere, StorageError) and "DUOKA_CACHE" not in str(elsewhere)
+    assert "/data/a" in "".join(elsewhere.lines()), "a colleague's run or model was a bug of duoka"
+
+
+def test_a_colleague_s_run_is_none_of_the_runs_in_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One folder that this user may not enter ended `duoka runs` and the board. (Who tests may be root.)"""
+    for name in ("closed", "open"):
+        (tmp_path / name / "events").mkdir(parents=True)
+    real = Path.is_dir
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "closed")
+
+    def look(path: Path) -> bool:
+        if path.parent.name == "closed":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "is_dir", look)
+    assert [run.path.name for run in runs_in(tmp_path)] == ["open"]
+
+
+def test_models_in_another_user_s_home_are_not_downloaded_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """HOME=/root in a container that runs as somebody else: a traceback instead of why nothing could be fetched."""
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr(Path, "is_file", refuse)
+    monkeypatch.setattr("duoka.hub.models.find_model", lambda model, base: ModelSource(hub_id="a/b"))
+    assert known_folder(ModelConfig(name="a/b"), tmp_path) is None
 
 
 def test_a_read_only_disk_has_room_enough() -> None:

@@ -333,9 +333,12 @@ def _cached_hub_folder(hub_id: str, revision: str | None, is_enough: Callable[[P
     repository = root.expanduser() / f"models--{hub_id.replace('/', '--')}"
     name = revision or "main"
     reference = repository / "refs" / name
-    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else name
-    folder = repository / "snapshots" / commit
-    return folder if folder.is_dir() and is_enough(folder) else None
+    try:
+        commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else name
+        folder = repository / "snapshots" / commit
+        return folder if folder.is_dir() and is_enough(folder) else None
+    except PermissionError:  # another user's home: who fetches says so
+        return None
 
 
 def fetch_config(hub_id: str, revision: str | None) -> Path:

@@ -309,8 +309,8 @@ def hardware_file(env: Mapping[str, str] = os.environ) -> Path:
     """Where `duoka bench hardware` writes: DUOKA_HARDWARE, or the user's configuration folder."""
     if env.get("DUOKA_HARDWARE"):
         return Path(env["DUOKA_HARDWARE"])
-    home = Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME", ".")) / ".config")
-    return home / "duoka" / "hardware.json"
+    home = env.get("XDG_CONFIG_HOME") or os.path.join(env.get("HOME") or os.path.expanduser("~"), ".config")
+    return Path(home) / "duoka" / "hardware.json"
 
 
 def read_hardware(path: Path | None = None) -> dict[str, Any] | None:
@@ -318,9 +318,9 @@ def read_hardware(path: Path | None = None) -> dict[str, Any] | None:
     path = path or hardware_file()
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and not os.path.exists(path):
+            return None  # also where the folder is none (HOME=/dev/null), or another user's (HOME=/root)
         raise ConfigError(f"{path} cannot be read: {error}", fix="measure again: duoka bench hardware") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds no object", fix="measure again: duoka bench hardware")

@@ -54,7 +54,8 @@ def lend_temporary_folder(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def storage_fault(error: BaseException, env: Mapping[str, str] = os.environ) -> StorageError | None:
-    """The fault of a cache folder, or of a place for temporary files, that cannot be written; else None."""
+    """The fault of a file that this user may not use, a cache folder that cannot be written, or a system without a
+    place for temporary files; else None."""
     if not isinstance(error, OSError):
         return None
     if error.errno == errno.ENOENT and "No usable temporary directory" in str(error):
@@ -72,7 +73,10 @@ def storage_fault(error: BaseException, env: Mapping[str, str] = os.environ) -> 
                 where=f"at {error.filename}",
                 fix="set DUOKA_CACHE to a folder that you may write to",
             )
-    return None
+    if error.errno == errno.EROFS:
+        return None  # of a disk, not of a user
+    fix = f"let this user (number {os.getuid()}) read or write it, or name another"
+    return StorageError(f"{error.filename} cannot be used: {error.strerror}", fix=fix)
 
 
 # Of network file systems that know no locks, or were mounted without them.

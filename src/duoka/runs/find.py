@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from duoka.errors import ConfigError
@@ -22,7 +23,8 @@ def runs_in(folder: Path) -> list[RunFolder]:
         raise ConfigError(f"there is no folder {folder}", fix="runs are written where a config's output: says")
     if is_run(folder):
         return [RunFolder(folder)]
-    return [RunFolder(sub) for sub in sorted(folder.iterdir()) if sub.is_dir() and is_run(sub)]
+    open_to_us = (sub for sub in sorted(folder.iterdir()) if sub.is_dir() and os.access(sub, os.R_OK | os.X_OK))
+    return [RunFolder(sub) for sub in open_to_us if is_run(sub)]
 
 
 def find_run(name: str, folder: Path) -> RunFolder:
