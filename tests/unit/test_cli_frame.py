@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -263,3 +264,23 @@ def test_chinese_on_an_ascii_terminal_is_no_crash(tmp_path: Path) -> None:
     env = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = run_duoka("launch", str(tmp_path / "没有.py"), **env)
     assert done.returncode == 2 and "there is no script" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("module, code", [("click", -signal.SIGINT), ("duoka.cli.typed", 130), ("duoka.cli.plan", 130)])
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(module: str, code: int) -> None:
+    """In the first tenths of a second a Ctrl-C met imports, outside of what catches it."""
+    script = f"""
+import os, runpy, signal, sys
+
+class Stop:
+    def find_spec(self, name, *rest):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Stop())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv[1:] = ["plan", "x.yaml"]
+runpy.run_module("duoka", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr

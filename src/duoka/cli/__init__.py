@@ -1,7 +1,7 @@
 """The command line's frame: a lazy group, errors as messages, exit codes. One file beside this one per command.
 
-`main` is what `duoka` and `python -m duoka` call. Nothing heavy is imported here, so that help costs little; a
-command's own imports happen inside its function. A command returns its exit code, or None for 0.
+`main` is what `duoka` and `python -m duoka` call, by way of __main__. Nothing heavy is imported here, so that help
+costs little; a command's own imports happen inside its function. A command returns its exit code, or None for 0.
 """
 
 from __future__ import annotations
@@ -207,6 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     is_rank = has_peers() or parent_pid() is not None  # it dies of signals at once: its main thread may wait for ever
     with contextlib.nullcontext() if is_rank else leave_when_asked():
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of __main__
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         code = run(arguments)
     if is_rank or leaves_thread_behind():
         # A finished rank exits at once: during Python's finalization, a communication thread that still
@@ -221,18 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """As `main`, for callers that go on: the exit code of one command line."""
-    open_closed_streams()
-    print_what_can_be_printed()
-    from duoka.cli.typed import mend, without_local_rank
-    from duoka.runs.cache import lend_temporary_folder
-
-    lend_temporary_folder()
-    words, notes = mend(without_local_rank(sys.argv[1:] if arguments is None else arguments, os.environ))
-    for note in notes:
-        click.echo(f"note: {note}", err=True)
     try:
         code = cli.main(
-            args=words,
+            args=_prepare(sys.argv[1:] if arguments is None else arguments),
             prog_name="duoka",
             complete_var=COMPLETE_VAR,
             standalone_mode=False,
@@ -287,6 +280,20 @@ def _launcher_says(known: DuokaError) -> bool:
 
     write_failure(RunFolder(Path(logs).parent), place.rank, known, 0)
     return place.rank == 0
+
+
+def _prepare(arguments: Sequence[str]) -> list[str]:
+    """The process for what may come, and the words of the command line as they are meant."""
+    open_closed_streams()
+    print_what_can_be_printed()
+    from duoka.cli.typed import mend, without_local_rank
+    from duoka.runs.cache import lend_temporary_folder
+
+    lend_temporary_folder()
+    words, notes = mend(without_local_rank(arguments, os.environ))
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    return list(words)
 
 
 BUG_LINES = (
