@@ -2,9 +2,12 @@
 
 import math
 import os
+import sys
 
 from duoka.cluster import hang
 from duoka.cluster.hang import HangWatch, find_last
+from duoka.cluster.launch import WorldSpec
+from duoka.cluster.supervise import Request, listen_to_signals, run_once
 from duoka.runs import heart
 from duoka.runs.heart import Beat, Heart, clear_beats, read_beats
 
@@ -40,6 +43,15 @@ def test_the_rank_that_the_others_wait_for_is_named(run, clock):
     assert found.lines[0].startswith("the run hangs after step 12: rank 1 of 3 has not moved for 5min")
     assert "rank 1 (pid" in found.lines[1] and "in backward after step 12" in found.lines[1]
     assert sum("last collective: all_reduce of gradients, bucket 0" in line for line in found.lines) == 2
+
+
+def test_who_asks_the_launcher_for_stacks_gets_them_and_ends_no_run(run, capfd):
+    """docs/faults.md: kill -USR1 PID. Of the launcher's PID it killed launcher and ranks, with nothing saved."""
+    script = "import os, signal, time; os.kill(os.getppid(), signal.SIGUSR1); time.sleep(0.5)"
+    request = Request()
+    with listen_to_signals(request):
+        verdict = run_once(WorldSpec((sys.executable, "-c", script), 1, run), request)
+    assert verdict.exit_code == 0 and "stacks of 0 of 0 ranks" in capfd.readouterr().err
 
 
 def test_one_rank_that_moves_is_enough(run, clock):

@@ -33,7 +33,7 @@ from duoka.process.rank import log_name, start_mark
 from duoka.runs.events import log_size
 from duoka.runs.failure import clear_failures, drop_reserved
 from duoka.runs.folder import RunFolder
-from duoka.runs.heart import clear_beats
+from duoka.runs.heart import ASK_FOR_STACKS, clear_beats
 from duoka.runs.status import State, leader_identity, update_status
 from duoka.runs.stop_request import clear_stop_request, write_stop_request
 
@@ -43,12 +43,13 @@ _DRAIN_S = 0.3  # for the output left in a pipe that another process keeps open
 
 @dataclass
 class Request:
-    """Stop requests by signal so far."""
+    """What signals have asked of the launcher so far."""
 
     stop_by: str = ""  # the first signal's name
     at: float = 0.0
     leave_now: bool = False
     resized: bool = False
+    stacks: bool = False  # wanted, of the ranks
 
 
 def run_once(spec: WorldSpec, request: Request) -> Verdict:
@@ -146,6 +147,9 @@ class _World:
                 channel.copy_size()
         if self._is_over:
             return
+        if request.stacks:
+            request.stacks = False
+            print(self._watch.write_stacks(), file=sys.stderr, flush=True)
         if request.stop_by and not self.ranks.is_asked:
             write_stop_request(self.spec.run, request.stop_by)
             self.ranks.ask()
@@ -185,7 +189,10 @@ def _descriptor(stream: Any, default: int) -> int:
 
 @contextlib.contextmanager
 def listen_to_signals(request: Request, forks: ForkServer | None = None) -> Iterator[None]:
-    """Stop requests are noted here and answered in the loop; a signal that is ignored (nohup) stays ignored."""
+    """What signals ask is noted here and answered in the loop; a signal that is ignored (nohup) stays ignored.
+
+    The one that asks a rank for its stacks asks the launcher for those of all: it must not end the run.
+    """
     if forks is not None:
         forks.is_hurried = lambda: bool(request.stop_by)
 
@@ -199,7 +206,11 @@ def listen_to_signals(request: Request, forks: ForkServer | None = None) -> Iter
     def on_resize(number: int, frame: FrameType | None) -> None:
         request.resized = True
 
+    def on_stacks(number: int, frame: FrameType | None) -> None:
+        request.stacks = True
+
     handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {signal.SIGWINCH: on_resize}
+    handlers |= {signal.Signals[ASK_FOR_STACKS]: on_stacks}
     handlers |= dict.fromkeys(STOP_SIGNALS, on_stop)
     before = {}
     for number, handler in handlers.items():

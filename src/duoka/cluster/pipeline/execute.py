@@ -27,6 +27,7 @@ from duoka.config.stage_names import score_parts
 from duoka.errors import ConfigError, StoppedEarly, WorkerFailed
 from duoka.process.exits import STOP_SIGNALS
 from duoka.runs.folder import json_lines, write_json_atomic, write_text_atomic
+from duoka.runs.heart import ASK_FOR_STACKS
 from duoka.units import format_seconds
 
 # The command ends with this process, however that ends: nobody would know of a stage that goes on alone.
@@ -275,11 +276,12 @@ def _command(words: Sequence[str]) -> list[str]:
 
 
 def _wait(process: subprocess.Popen[Any], read: Callable[[], object] = lambda: None) -> int:
-    """Until it ends. A Ctrl-C goes to both; other requests to stop are passed on; the stage saves and says so.
+    """Until it ends. A Ctrl-C goes to both; other requests, to stop or for stacks, are passed on; the stage answers.
 
     One that this process died of (a terminal that is closed, say) would have the stage killed with it, unsaved.
     """
-    asking = [n for n in STOP_SIGNALS if n != signal.SIGINT and signal.getsignal(n) is not signal.SIG_IGN]
+    known = (*STOP_SIGNALS, signal.Signals[ASK_FOR_STACKS])
+    asking = [n for n in known if n != signal.SIGINT and signal.getsignal(n) is not signal.SIG_IGN]
     before = {n: signal.signal(n, lambda number, frame: process.send_signal(number)) for n in asking}
     try:
         while True:
