@@ -4,12 +4,15 @@ import json
 import os
 import signal
 import socket
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from test_meeting import seat  # noqa: F401
 
 from duoka.cli import main
+from duoka.cli.asked_to_leave import AskedToLeave, leave_when_asked
 from duoka.cli.train import start_here
 from duoka.cluster.elastic import ComingAndGoing
 from duoka.cluster.launcher import Spec
@@ -66,6 +69,36 @@ def test_a_command_that_is_asked_to_leave_takes_its_draft_along(name, tmp_path, 
         main(["export", "run", "-o", str(tmp_path / "new")])
     assert left.value.code == 128 + signal.Signals[name] and not os.listdir(tmp_path)
     assert capsys.readouterr().err == f"stopped by {name}\n" and signal.getsignal(signal.SIGTERM) is before
+
+
+class Drops:
+    """Compiled code that calls back, a destructor, a library's bare except: what is raised in there is lost."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        len(os.listdir())
+
+
+def test_a_request_to_leave_that_python_dropped_is_made_again(monkeypatch):
+    """`duoka serve` served on when one met its imports, and every later SIGTERM was ignored."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: None)
+    before, began = signal.getsignal(signal.SIGTERM), time.monotonic()
+    with pytest.raises(AskedToLeave), leave_when_asked():
+        Drops()
+        assert time.monotonic() - began < 5
+        time.sleep(5)
+    assert time.monotonic() - began < 5 and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_request_does_not_meet_the_cleanup_of_the_first():
+    with pytest.raises(AskedToLeave), leave_when_asked():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), signal.SIGHUP)
+            tidied = True
+    assert tidied
 
 
 @pytest.mark.parametrize(("state", "code"), [("running", 5), ("done", 0)])

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -21,6 +22,7 @@ from types import FrameType
 from duoka.process.exits import RESUME_ME
 
 _ASK_TO_LEAVE = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+_ASK_AGAIN_S = 0.1
 
 
 class AskedToLeave(BaseException):
@@ -36,14 +38,26 @@ def leave_when_asked() -> Iterator[None]:
     """Raise AskedToLeave in this thread, the main one, when a signal asks. One that is ignored (nohup) stays so."""
 
     owner = os.getpid()
+    unwinding: list[weakref.ref[AskedToLeave]] = []
+    repeats: list[threading.Timer] = []
 
     def leave(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a child that was forked from here is ended by it as by default
             signal.signal(number, signal.SIG_DFL)
             return os.kill(os.getpid(), number)
-        for other in before:  # once: a second signal must not interrupt the cleanup
-            signal.signal(other, signal.SIG_IGN)
-        raise AskedToLeave(signal.Signals(number).name)
+        if not unwinding or unwinding[-1]() is None:  # once: a second signal must not interrupt the cleanup
+            raise watched(AskedToLeave(signal.Signals(number).name), number)
+
+    def watched(asked: AskedToLeave, number: int) -> AskedToLeave:
+        unwinding[:] = [weakref.ref(asked, lambda gone: ask_again(number))]
+        return asked
+
+    def ask_again(number: int) -> None:
+        """Python drops what is raised in a destructor or a callback of compiled code, and goes on."""
+        repeats.append(threading.Timer(_ASK_AGAIN_S, os.kill, (owner, number)))
+        repeats[-1].daemon = True
+        with contextlib.suppress(RuntimeError):  # no more threads: whoever asks again is heard
+            repeats[-1].start()
 
     before = {n: signal.getsignal(n) for n in _ASK_TO_LEAVE if signal.getsignal(n) is not signal.SIG_IGN}
     for number in before:
@@ -51,6 +65,9 @@ def leave_when_asked() -> Iterator[None]:
     try:
         yield
     finally:
+        unwinding.clear()  # it was heard: nothing asks again when the exception is gone
+        for repeat in repeats:
+            repeat.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 
