@@ -122,6 +122,14 @@ def test_tool_calls_are_kept_in_either_spelling() -> None:
     assert first.tools == '[{"name": "w"}]'
 
 
+def test_a_call_of_what_takes_nothing_may_have_no_arguments() -> None:
+    """`"arguments": ""` is what OpenAI's streams add up to for a function without parameters."""
+    call = {"type": "function", "function": {"name": "now", "arguments": ""}}
+    told = [{"role": "user", "content": "time?"}, {"role": "assistant", "tool_calls": [call]}]
+    found = read_example({"messages": told}, form_of("openai"))
+    assert found.messages[1].tool_calls == '[{"name": "now", "arguments": {}}]'
+
+
 def test_openais_first_form_of_calls_loses_none() -> None:
     """`function_call` beside the words, answers of the role `function`, and `functions`: files from before tools."""
     call = {"name": "w", "arguments": '{"a": 1}'}

@@ -94,6 +94,17 @@ def test_a_tool_is_called_and_its_answer_spoken_of(client: openai.OpenAI) -> Non
     assert json.loads(again.function.arguments) == {"city": "Oslo"}
 
 
+def test_a_call_without_arguments_may_have_none(client: openai.OpenAI) -> None:
+    def prompt_tokens(arguments: str) -> int:
+        call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        said = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a", "content": "sunny"}]
+        asked = [{"role": "user", "content": ASKS_WEATHER}, *said]
+        answer = client.chat.completions.create(model="talking", messages=asked, tools=[WEATHER], max_tokens=1)
+        return answer.usage.prompt_tokens
+
+    assert prompt_tokens("") == prompt_tokens("{}")
+
+
 def test_vectors_are_the_same_as_base64_and_as_numbers(client: openai.OpenAI) -> None:
     usual = client.embeddings.create(model="talking", input=["多卡", "b"])
     plain = client.embeddings.create(model="talking", input=["多卡", "b"], encoding_format="float")

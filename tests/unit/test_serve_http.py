@@ -111,6 +111,38 @@ def test_who_sends_much_that_is_not_read_hears_why(server: Server, key: str, pat
     assert statuses(answer) == [status]
 
 
+def told(answer: bytes) -> dict:
+    return json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+
+
+@pytest.mark.parametrize("method", ["DELETE", "OPTIONS", "PATCH", "PUT", "TRACE"])
+def test_a_method_that_nothing_here_has_is_refused_as_anything_is(server: Server, method: str) -> None:
+    asked = head("Content-Length: 2", path="/v1/models/tiny").replace(b"POST", method.encode())
+    answer = say(server, asked, b"{}", HEALTH)
+    assert statuses(answer) == [501 if method == "TRACE" else 404], "and its body is not the next request"
+    assert method in told(answer)["message"]
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [(b"hello\r\n\r\n", 400), (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", 414), (b"GET / HTTP/2.0\r\n\r\n", 505)],
+)
+def test_what_is_no_http_is_refused_as_anything_is(server: Server, line: bytes, status: int) -> None:
+    answer = say(server, line)
+    assert re.match(rb"HTTP/1\.1 %d " % status, answer) and told(answer)["type"]
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models"])
+def test_head_is_get_without_the_body(server: Server, path: str) -> None:
+    get = head("Connection: close", path=path).replace(b"POST", b"GET")
+    asked, answer = say(server, get), say(server, get.replace(b"GET", b"HEAD"))
+
+    def lines(one: bytes) -> list[bytes]:
+        return [line for line in one.split(b"\r\n\r\n")[0].splitlines() if not line.startswith(b"Date:")]
+
+    assert lines(answer) == lines(asked) and answer.endswith(b"\r\n\r\n")
+
+
 def test_a_body_that_does_not_come_is_waited_for_no_longer_than_anything(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

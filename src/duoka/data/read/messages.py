@@ -212,7 +212,7 @@ def _read_calls(calls: Any, place: int) -> str:
         arguments = inner.get("arguments", {})
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
+                arguments = json.loads(arguments or "{}")
             except (ValueError, RecursionError):
                 raise BadRecord(f"the tool call of message {place} has arguments that are no JSON", fix) from None
         number = call.get("id")

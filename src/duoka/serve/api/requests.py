@@ -247,7 +247,7 @@ def _content(raw: Any, param: str, *, may_be_none: bool) -> str:
 def _tool_calls(raw: Any, param: str) -> str:
     try:
         calls = [
-            {"name": one["function"]["name"], "arguments": json.loads(one["function"]["arguments"])}
+            {"name": one["function"]["name"], "arguments": json.loads(one["function"]["arguments"] or "{}")}
             | ({"id": one["id"]} if isinstance(one.get("id"), str) else {})
             for one in raw
         ]

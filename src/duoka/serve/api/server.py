@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
@@ -135,6 +136,7 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.0"  # of a first line that names none: a refusal has its status line then too
     server_version = f"duoka/{__version__}"
     timeout = SILENCE_S
     disable_nagle_algorithm = True  # a token would wait 40 ms for the client's word that it got the one before
@@ -146,12 +148,19 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: prompts and keys belong into no log."""
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What http.server refuses by itself: what is no HTTP, and methods that nobody knows."""
+        self.close_connection = True
+        self._json(code, BadRequest(message or self.responses[HTTPStatus(code)][0], status=code).to_json())
+
     def do_GET(self) -> None:
         has_one = has_body(self.headers)  # it would be the next request
         self.close_connection = self.close_connection or has_one
         self._get(self.path.split("?")[0])
         if has_one:
             self._take_unread()
+
+    do_HEAD = do_GET
 
     def _get(self, path: str) -> None:
         if path in _PAGES:
@@ -175,6 +184,11 @@ class Handler(BaseHTTPRequestHandler):
         }
         self._answer(routes.get(self.path.split("?")[0]))
 
+    def _refuse_method(self) -> None:
+        self._answer(None)
+
+    do_DELETE = do_OPTIONS = do_PATCH = do_PUT = _refuse_method
+
     def _answer(self, route: Callable[[], None] | None) -> None:
         self.is_answered = self.is_read = False
         try:
@@ -187,7 +201,7 @@ class Handler(BaseHTTPRequestHandler):
             route()
         except BadRequest as error:
             # A body that nobody has read would be taken for the next request.
-            is_unread = self.command == "POST" and not self.is_read
+            is_unread = self.command not in ("GET", "HEAD") and not self.is_read
             self.close_connection = self.close_connection or is_unread
             self._json(error.status, error.to_json())
             if is_unread:
@@ -323,7 +337,8 @@ class Handler(BaseHTTPRequestHandler):
             more = {"Content-Length": str(len(body))}
             more |= {"Connection": "close"} if self.close_connection else {}
             self._headers(kind, more | ({"Retry-After": "1"} if status == 429 else {}))
-            self.wfile.write(body)
+            if self.command != "HEAD":
+                self.wfile.write(body)
         except OSError:
             self.close_connection = True
 
