@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.errors import ConfigError
-from duoka.model.answer import end_of_turn, stop_tokens
+from duoka.model.answer import end_of_turn, stop_tokens, window_of
 from duoka.model.sampling import Sampling, choose_token
 from duoka.serve.chat import Chat, answer_lines, answer_once, talk
 from duoka.serve.generate import CharacterStream, generate
@@ -140,14 +140,14 @@ def test_a_terminal_chat_remembers_until_it_begins_anew(lm: torch.nn.Module, tok
     chat = make_chat(lm, tokenizer, system="Be brief.")
     written: list[str] = []
     histories: list[int] = []
-    typed = iter(["one", "two", "/new", "three", "/help", "/quit"])
+    typed = iter(["one", "two", "/new", "three", "/help", "/etc/hosts, what is it?", "/quit"])
 
     def read(prompt: str) -> str:
         histories.append(len(chat.messages))
         return next(typed)
 
     talk(chat, read, written.append)
-    assert histories == [0, 2, 4, 0, 2, 2]
+    assert histories == [0, 2, 4, 0, 2, 2, 4], "a path is no command"
     assert "commands: /new, /quit" in "".join(written)
     shown = tokenizer.decode(chat._encode())
     assert shown.startswith("<|im_start|>system\nBe brief.<|im_end|>")
@@ -176,6 +176,21 @@ def test_a_conversation_that_fills_the_window_is_said_to_and_may_begin_anew(lm: 
     assert asked == ["one", "two"], "what could not be asked stays before every later question"
     with pytest.raises(ConfigError, match="window"):
         answer_once(chat, "x" * 5000, written.append)
+
+
+def test_an_answer_that_was_cut_is_said_to_be(lm: torch.nn.Module, tokenizer) -> None:
+    chat, written = make_chat(lm, tokenizer), []
+    typed = iter(["one", "/quit"])
+    talk(chat, lambda prompt: next(typed), written.append)
+    assert "(cut after 6 tokens: --max-new-tokens takes more)" in "".join(written)
+    window = window_of(lm)
+    empty = tokenizer.encode(tokenizer.render([{"role": "user", "content": ""}], prompt=True))[0]
+    answer_once(chat, "x" * (window - 3 - len(empty)), written.append)
+    assert chat.num_cut == 2 and f"of {window:,} tokens" in chat.why_cut
+    cuts: list[bool] = []
+    (likeliest,) = generate(lm, [5, 6], frozenset(), Sampling(max_new_tokens=1), lambda: cuts.append(True))
+    assert not list(generate(lm, [5, 6], frozenset([likeliest]), Sampling(), lambda: cuts.append(True)))
+    assert cuts == [True], "what ends with a stop token is whole"
 
 
 def test_a_template_that_refuses_is_named(lm: torch.nn.Module, tokenizer) -> None:

@@ -114,9 +114,11 @@ def test_adapter_and_merged_say_the_same_as_far_as_the_arithmetic_goes(
 def test_a_pipe_is_answered_line_by_line(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n你好\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffHi\n你好\n"))
     assert duoka(["chat", str(tiny_model), "--max-new-tokens", "3", "--json"]) == 0
-    assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == ["Hi", "你好"]
+    shown = capsys.readouterr()
+    assert [json.loads(line)["prompt"] for line in shown.out.splitlines()] == ["Hi", "你好"]
+    assert "2 answers were cut, the last after 3 tokens: --max-new-tokens takes more" in shown.err
 
 
 @pytest.mark.parametrize(

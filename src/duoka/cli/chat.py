@@ -90,6 +90,9 @@ def command(
         talk(chat, input, write_stdout)
     else:
         answer_lines(chat, sys.stdin, write_stdout, as_json=as_json)
+    if chat.num_cut and not in_terminal:
+        many = f"{chat.num_cut:,} answers were cut, the last"
+        say(f"{'one answer was cut' if chat.num_cut == 1 else many} {chat.why_cut}")
 
 
 @dataclass(frozen=True)

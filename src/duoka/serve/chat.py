@@ -6,6 +6,7 @@ Takes a loaded model; load_run.py finds it.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from duoka.tasks.tool_calls import split_calls
 from duoka.tasks.tools import Tool, call_tool
 
 Write = Callable[[str], None]
+_COMMAND = re.compile(r"/[a-zA-Z]*")  # /usr/bin is a path, and asked about
 
 
 class NoRoom(ConfigError):
@@ -54,6 +56,8 @@ class Chat:
     system: str | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: Mapping[str, Tool] = field(default_factory=dict)
+    num_cut: int = 0  # answers that ended before the model ended them
+    why_cut: str = ""  # of the last of them
 
     def ask(self, text: str) -> Iterator[str]:
         """Stream the answer; it joins the history when it is complete or was broken off.
@@ -92,7 +96,7 @@ class Chat:
     def _stream(self, prompt: list[int], pieces: list[str]) -> Iterator[str]:
         """What is said, without the text of calls; all of it lies in `pieces`."""
         shown = 0
-        for piece in stream_answer(self.lm, self.tokenizer, prompt, self.sampling):
+        for piece in stream_answer(self.lm, self.tokenizer, prompt, self.sampling, lambda: self._note_cut(prompt)):
             pieces.append(piece)
             text = "".join(pieces) if self.tools else ""
             if not self.tools:
@@ -103,6 +107,13 @@ class Chat:
         text = "".join(pieces)
         if self.tools and shown < len(text) and not split_calls(text, self.tools)[1]:
             yield text[shown:]
+
+    def _note_cut(self, prompt: list[int]) -> None:
+        most, window = self.sampling.max_new_tokens, window_of(self.lm)
+        self.num_cut += 1
+        self.why_cut = f"after {most:,} tokens: --max-new-tokens takes more"
+        if window is not None and len(prompt) + most > window:
+            self.why_cut = f"where the model's window of {window:,} tokens ends"
 
     def clear(self) -> None:
         self.messages.clear()
@@ -150,8 +161,9 @@ def answer_lines(chat: Chat, lines: Iterable[str], write: Write, *, as_json: boo
     """Answer every line of a pipe, each for itself; blank lines are passed over."""
     for number, line in enumerate(lines, start=1):
         try:
-            if line.strip():
-                answer_once(chat, as_text(line.strip()), write, as_json=as_json)
+            asked = as_text(line.removeprefix("\ufeff").strip())  # which editors on Windows begin a file with
+            if asked:
+                answer_once(chat, asked, write, as_json=as_json)
         except (NoRoom, NotText) as error:
             what = f"line {number} is not answered, nor what follows: {error.what}"
             raise ConfigError(what, fix=error.fix or None) from None
@@ -172,7 +184,7 @@ def talk(chat: Chat, read: Callable[[str], str], write: Write) -> None:
         if text == "/new":
             chat.clear()
             write("(a new conversation)\n")
-        elif text.startswith("/"):
+        elif _COMMAND.fullmatch(text):
             write("commands: /new, /quit\n")
         elif text:
             _show_answer(chat, text, write)
@@ -180,10 +192,12 @@ def talk(chat: Chat, read: Callable[[str], str], write: Write) -> None:
 
 def _show_answer(chat: Chat, text: str, write: Write) -> None:
     write("model: ")
-    answer = chat.ask(text)
+    answer, num_cut = chat.ask(text), chat.num_cut
     try:
         for piece in answer:
             write(piece)
+        if chat.num_cut > num_cut:
+            write(f" (cut {chat.why_cut})")
     except KeyboardInterrupt:
         write(" (broken off)")
     except NoRoom as error:  # the terminal goes on: /new is typed there

@@ -7,7 +7,7 @@ and a test compares it with transformers' own, token by token.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,18 @@ from duoka.model.own_lengths import find_turn
 from duoka.model.sampling import Sampling, choose_token
 
 
-def generate(lm: torch.nn.Module, prompt: Sequence[int], stop_ids: frozenset[int], sampling: Sampling) -> Iterator[int]:
-    """New tokens one by one; ends before a stop token, at `max_new_tokens`, or where the model's window ends."""
+def _nobody_asks() -> None: ...
+
+
+def generate(
+    lm: torch.nn.Module,
+    prompt: Sequence[int],
+    stop_ids: frozenset[int],
+    sampling: Sampling,
+    on_cut: Callable[[], None] = _nobody_asks,
+) -> Iterator[int]:
+    """New tokens one by one; ends before a stop token, or, which `on_cut` hears, at `max_new_tokens` or where the
+    model's window ends."""
     device = next(lm.parameters()).device
     window = getattr(lm.config, "max_position_embeddings", None)
     room = sampling.max_new_tokens if window is None else min(sampling.max_new_tokens, window - len(prompt))
@@ -43,6 +53,7 @@ def generate(lm: torch.nn.Module, prompt: Sequence[int], stop_ids: frozenset[int
         ids = torch.tensor([[chosen]], device=device)
         if turn is not None and len(text) == turn + 1:
             ids, cache = torch.tensor([text], device=device), None
+    on_cut()
 
 
 class CharacterStream:
@@ -83,11 +94,15 @@ class CharacterStream:
 
 
 def stream_answer(
-    lm: torch.nn.Module, tokenizer: ChatTokenizer, prompt: Sequence[int], sampling: Sampling
+    lm: torch.nn.Module,
+    tokenizer: ChatTokenizer,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    on_cut: Callable[[], None] = _nobody_asks,
 ) -> Iterator[str]:
     """Pieces of the answer to an encoded prompt, each of whole characters."""
     stream = CharacterStream(tokenizer)
-    for token in generate(lm, prompt, stop_tokens(lm, tokenizer), sampling):
+    for token in generate(lm, prompt, stop_tokens(lm, tokenizer), sampling, on_cut):
         piece = stream.add(token)
         if piece:
             yield piece
