@@ -297,6 +297,13 @@ def test_an_adapter_on_a_base_that_came_packed_is_merged_into_plain_weights(came
         assert (got[name] - value).abs().mean() <= near / 100, name
 
 
+def test_each_product_says_nothing_of_its_type(came_packed, caplog):
+    lm = load_model(ModelRequest(came_packed[0], dtype=torch.bfloat16, attention="sdpa"))
+    with torch.no_grad():
+        lm.eval()(input_ids=torch.arange(3, 40)[None])
+    assert not caplog.messages
+
+
 def test_a_base_that_came_packed_computes_in_the_type_asked_for_and_learns_after_an_evaluation(came_packed):
     folder, plain, kind = came_packed
     if kind == "int8":

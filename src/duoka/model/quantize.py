@@ -86,6 +86,14 @@ class Quantization:
         return dtype if keeps else torch.float32
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """bitsandbytes says of each product in 8 bits that it is computed in fp16: thousands of lines an evaluation."""
+    return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
+
+
+logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_news)
+
+
 def _import_packer() -> None:
     """Where the CPU computes bf16, bitsandbytes looks for the package `kernels`, to download code by it, and says so
     on the terminal if it is not there. Neither is wanted."""
