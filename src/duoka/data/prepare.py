@@ -36,6 +36,7 @@ from duoka.data.tokens.template import Sample
 from duoka.data.tokens.token_store import TokenPart, TokenStore, write_part
 from duoka.data.tokens.tokenize import Counts, Job, PieceResult, read_arrays, tokenize_pieces
 from duoka.data.tokens.tokenizer import ChatTokenizer, load_tokenizer
+from duoka.data.tokens.turn_borders import thought_notes
 from duoka.errors import DataError, Fault, Faults, StorageError
 from duoka.hub.models import resolve_tokenizer
 from duoka.plan.hardware import count_usable_cores
@@ -181,9 +182,10 @@ def _build_report(
     }
     if isinstance(train, TextRows):
         return DataReport(**common, num_rows=len(train), row_tokens=train.row_tokens, notes=set_notes)
-    ends = _ends_with_eos(store, tokenizer)
-    notes = [*tokenizer.notes, *set_notes]
-    if ends is False:
+    last = _last_targets(store)
+    ends = tokenizer.eos_id in last if last else None
+    notes = [*tokenizer.notes, *set_notes, *thought_notes(tokenizer)]
+    if last and not ends and not any(tokenizer.decode([one]) in tokenizer.special_texts for one in last):
         end = tokenizer.special_tokens.get("eos_token")
         named = f"the tokenizer's end token {end!r}" if end else "an end token (the tokenizer names none)"
         notes.append(f"no answer ends with {named}, so a chat may not know when to stop")
@@ -211,11 +213,10 @@ def _any_plan(train: TokenStore, config: RunConfig) -> EpochPlan:
     return EpochPlan(train.lengths[some], train.num_targets[some], fingerprint="report", seed=0, global_batch=batch)
 
 
-def _ends_with_eos(train: TokenStore, tokenizer: ChatTokenizer) -> bool | None:
-    """Whether answers end with the token that generation stops at; None where nothing is learned."""
+def _last_targets(train: TokenStore) -> set[int]:
+    """What some answers end with."""
     looked_at = (train.sample(place) for place in range(min(len(train), _LOOKED_AT)))
-    some = [sample for sample in looked_at if sample.is_target.any()]
-    return any(int(sample.input_ids[sample.is_target][-1]) == tokenizer.eos_id for sample in some) if some else None
+    return {int(sample.input_ids[sample.is_target][-1]) for sample in looked_at if sample.is_target.any()}
 
 
 # ---------------------------------------------------------------------------------------------- one set

@@ -17,7 +17,7 @@ from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.runs.cache import file_version, is_settled, make_folder
 from duoka.runs.folder import read_json, write_json_atomic
 
-TOKENS_VERSION = 9  # raise it when the same input would give other tokens
+TOKENS_VERSION = 10  # raise it when the same input would give other tokens
 
 
 def key_of(found: ResolvedSet, job: Job, tokenizer: ChatTokenizer, root: Path) -> str:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from duoka.data.read.example import AnyExample, BadRecord, Example, Labeled, Message, Preference, Prompt, Text
-from duoka.data.tokens.template import Sample, Span, Targets, mark_targets, mark_tokens, render_prompt
+from duoka.data.tokens.template import Sample, Targets, mark_targets, mark_tokens, render_prompt
 from duoka.data.tokens.token_store import hash_of
 from duoka.data.tokens.tokenizer import ChatTokenizer, Tokens
+from duoka.data.tokens.turn_borders import Span
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
 

@@ -18,10 +18,10 @@ import numpy as np
 from duoka.data.read.example import BadRecord, Example, Message
 from duoka.data.tokens.reasoning import as_key, reasoning_of
 from duoka.data.tokens.tokenizer import ChatTokenizer, Tokens
+from duoka.data.tokens.turn_borders import Span, begin_answer, end_by_next
 from duoka.data.tokens.typed_control import break_up, without_marks
 
 Targets = Literal["assistant", "last", "all"]
-Span = tuple[int, int]  # characters [start, end)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def mark_targets(
     _check_all_is_there(text, messages, tokenizer)
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     turns = [place for place in (turns[-1:] if targets == "last" else turns) if example.messages[place].is_learned]
-    return without_marks(text, [_turn_span(tokenizer, messages, tools, place, text) for place in turns], mark)
+    spans = [_turn_span(tokenizer, messages, tools, place, text) for place in turns]
+    return without_marks(*end_by_next(text, spans, tokenizer), mark)
 
 
 def _messages(
@@ -155,9 +156,9 @@ def tool_turn(
 def _turn_span(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], tools: Any, place: int, text: str) -> Span:
     """Where the assistant's turn number `place` stands in `text`, end-of-turn token included."""
     before = _render(tokenizer, messages[:place], tools, turn=place + 1, prompt=True)
-    if not text.startswith(before):
+    start = begin_answer(before, text)
+    if start < 0:
         raise _unstable(tokenizer, messages, place, before, text)
-    start = len(before)
     content = messages[place]["content"].strip()
     if content and not tokenizer.writes_prompt:
         # A template without a generation prompt: what it writes before the answer is its header, unless it is blank.
@@ -186,7 +187,8 @@ def _check_answer(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], plac
     content, reasoning = messages[place]["content"].strip(), reasoning_of(messages[place]).strip()
     is_last = place == len(messages) - 1  # of earlier turns templates leave the reasoning out, as in use
     calls = messages[place].get("tool_calls") or []
-    missing = [call["function"]["name"] for call in calls if call["function"]["name"] not in said]
+    names = [call["function"]["name"] for call in calls]
+    missing = [name for name in names if said.count(name) < names.count(name)]
     is_lost = content and content.splitlines()[0].strip() not in said
     loses_thought = is_last and reasoning not in said
     if is_lost or loses_thought or missing or not said.strip():

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LETTER = "\ue000"  # an answer that no template writes by itself
 _FACTS = ("template", "tool_template", "template_name", "special_tokens", "notes")
 
 
@@ -100,6 +101,24 @@ class ChatTokenizer:
         """True when the template knows how to begin the assistant's turn (most do)."""
         asked = [{"role": "user", "content": "?"}]
         return self.render(asked, prompt=True) != self.render(asked)
+
+    @cached_property
+    def begins_question(self) -> str:
+        """The token that stands right behind an answer where the template asks on; "" where text or a blank does."""
+        from jinja2 import TemplateError
+
+        asked = [{"role": "user", "content": "?"}]
+        try:
+            text = self.render([*asked, {"role": "assistant", "content": _LETTER}, *asked])
+        except (TemplateError, TypeError, ValueError, KeyError):
+            return ""
+        return self.special_at(text, text.rfind(_LETTER) + 1) if _LETTER in text else ""
+
+    def special_at(self, text: str, at: int) -> str:
+        """The token that frames texts and stands there; "" where none does, or the one that begins any text."""
+        found = (special for special in self.special_texts if special and text.startswith(special, at))
+        token = max(found, key=len, default="")
+        return "" if token == self.special_tokens.get("bos_token") else token
 
     @cached_property
     def reasoning_keys(self) -> tuple[str | None, str | None]:
