@@ -74,6 +74,22 @@ def test_columns_that_are_not_read_are_said(tmp_path: Path) -> None:
     assert "not read" not in found.notes[0]
 
 
+def test_the_weight_of_a_record_is_said_to_be_not_read(tmp_path: Path) -> None:
+    """All records count alike; a number beside them is passed over in silence else."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{**TALK, "weight": 0.5, "n": 3}])
+    (found,) = find_sets(config_for(str(path)), tmp_path)
+    assert found.notes[0].endswith("; not read: weight")
+
+
+@pytest.mark.parametrize(("name", "way"), [("a.jsonl.bz2", "bunzip2 -k a.jsonl.bz2"), ("a.arrow", "to_parquet")])
+def test_a_file_of_another_kind_is_refused_with_the_way_to_one_that_is_read(
+    tmp_path: Path, name: str, way: str
+) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    (fault,) = faults_of(tmp_path / name, tmp_path)
+    assert way in fault.fix
+
+
 def test_a_null_in_place_of_messages_is_said_to_be_one(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [TALK, {"messages": None}])
     (fault,) = faults_of(path, tmp_path)

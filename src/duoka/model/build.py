@@ -35,7 +35,7 @@ from duoka.model.head import (
     read_bend,
 )
 from duoka.model.layers import unrecorded
-from duoka.model.lora import apply_lora, keep_earlier, without_packer
+from duoka.model.lora import apply_lora, keep_earlier, quiet_adapters, without_packer
 from duoka.model.loss import LIKELIHOOD, Goal
 from duoka.model.own_lengths import use_own_lengths
 from duoka.model.pipeline_stages import PipelineStages
@@ -139,7 +139,7 @@ def load_adapter(base: torch.nn.Module, folder: Path, earlier: Earlier | None = 
     if not (folder / "adapter_model.safetensors").is_file():
         raise ConfigError(f"{folder} holds no adapter (adapter_model.safetensors)")
     refuse_unread(folder)
-    with quiet_loading(), without_packer():
+    with quiet_loading(), quiet_adapters(), without_packer():
         adapted = read_adapted(base, folder)
     keep_earlier(adapted, earlier, read_held(folder))
     return adapted

@@ -39,6 +39,17 @@ def apply_lora(
 
 
 @contextlib.contextmanager
+def quiet_adapters() -> Iterator[None]:
+    """PEFT without its warnings of what it does right by itself, and no user can change."""
+    with warnings.catch_warnings():
+        # It knows of experts that it could adapt, and warns where it was not asked to.
+        warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match", category=RuntimeWarning)
+        # GPT-2's layers hold their weights the other way round.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", category=UserWarning)
+        yield
+
+
+@contextlib.contextmanager
 def without_packer() -> Iterator[None]:
     """PEFT alone: where bitsandbytes is installed it imports that too, which takes a quarter of a start, for nothing.
 
@@ -74,9 +85,7 @@ def _apply_lora(
         target_modules=_find_targets(model, lora.targets),
         bias="none",
     )
-    with warnings.catch_warnings():
-        # PEFT knows of experts that it could adapt, and warns where it was not asked to.
-        warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match", category=RuntimeWarning)
+    with quiet_adapters():
         try:
             adapted = peft.get_peft_model(model, settings)
         except ValueError as error:

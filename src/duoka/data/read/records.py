@@ -28,6 +28,14 @@ __all__ = [
 ]
 
 KINDS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt")
+_CONVERT = {
+    ".bz2": "bunzip2 -k {name}",
+    ".xz": "unxz -k {name}",
+    ".zip": "unzip {name}",
+    ".arrow": "datasets.Dataset.from_file({name!r}).to_parquet('data.parquet')",
+    ".feather": "pandas.read_feather({name!r}).to_parquet('data.parquet')",
+}
+_CONVERT_ANY = "pandas.read_excel(...).to_json('data.jsonl', orient='records', lines=True, force_ascii=False)"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -50,8 +58,7 @@ def check_file(path: Path) -> Fault | None:
         return Fault(
             f"{path.name!r} is of no kind that duoka reads: {', '.join(KINDS)} (also packed: {', '.join(PACKED)})",
             file=str(path),
-            fix="convert it, for example: pandas.read_excel(...).to_json('data.jsonl', orient='records', "
-            "lines=True, force_ascii=False)",
+            fix="convert it, for example: " + _CONVERT.get(path.suffix.lower(), _CONVERT_ANY).format(name=path.name),
         )
     try:
         with path.open("rb"):

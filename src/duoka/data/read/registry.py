@@ -44,6 +44,7 @@ __all__ = ["INFO_FILE", "ResolvedSet", "check_data", "check_sets", "find_sets", 
 BUILTIN_FOLDER = Path(__file__).parents[1] / "builtin"
 MOST_FAULTS = 10
 _PEEK_BYTES = 1 << 20
+_WEIGHTS = ("weight", "loss_weight", "sample_weight")  # of a record: all count alike here
 _CHECK_S = 0.6
 
 
@@ -321,7 +322,8 @@ def _other_shape(value: object) -> str:
 def _unread(form: SetFormat, first: dict[str, Any]) -> str:
     """Texts and lists beside what is read: a question's choices, say, would be missed."""
     known = {*form.columns.values(), "functions"}
-    names = [name for name, value in first.items() if name not in known and isinstance(value, (str, list, dict))]
+    told = {name for name, value in first.items() if isinstance(value, (str, list, dict)) or name in _WEIGHTS}
+    names = [name for name in first if name in told - known]
     names = [name for name in names if first[name]]
     return f"; not read: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}" if names else ""
 
