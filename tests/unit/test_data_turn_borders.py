@@ -32,6 +32,14 @@ UNENDED = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
+# As Qwen 3's and 3.5's: behind the last question each turn has its thought, empty or not, and before it none.
+DROPS = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and "
+    "loop.index0 > ns.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TALK = example(("user", "one"), ("assistant", "uno"), ("user", "two"), ("assistant", "<b>dos"))
 
 
@@ -81,6 +89,11 @@ def test_a_turn_without_an_end_is_ended_by_the_token_of_the_next(glm: ChatTokeni
     assert learned(TALK, glm, "last") == ["<b>dos<|user|>"]
 
 
+def test_an_end_of_a_turn_that_is_no_special_token_stays_the_end(glm: ChatTokenizer) -> None:
+    template = UNENDED.replace("{{ m.content }}", "{{ m.content }}<end>")
+    assert learned(TALK, with_template(glm, template)) == ["uno<end>", "<b>dos<end>"]
+
+
 def test_an_answer_with_reasoning_that_only_the_last_turn_has_is_ended(glm: ChatTokenizer) -> None:
     thought = "{% if loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     template = UNENDED.replace("{{ m.content }}", thought + "{{ m.content }}")
@@ -94,6 +107,22 @@ def test_a_call_is_ended_by_the_token_of_what_the_tool_answers(glm: ChatTokenize
     call = Message("assistant", "", json.dumps([{"name": "search", "arguments": {}}]))
     talk = Example((Message("user", "q"), call, Message("tool", "r"), Message("assistant", "a")))
     assert learned(talk, with_template(glm, template)) == ["search<|tool|>", "a<|user|>"]
+
+
+@pytest.mark.parametrize("opens", ["", "<think>\n", "<think>\n\n</think>\n\n"])
+@pytest.mark.parametrize("words", ["", "let me"])
+def test_turns_whose_thoughts_later_questions_drop_are_learned(tiny: ChatTokenizer, words: str, opens: str) -> None:
+    """Within one question's calls a prompt has thoughts of turns before it, which the whole conversation has not."""
+    calls = json.dumps([{"name": "search", "arguments": {}}])
+    turns = (
+        Message("user", "q"), Message("assistant", words, calls, reasoning="hm"), Message("tool", "r"),
+        Message("assistant", "a", reasoning="so"), Message("user", "p"), Message("assistant", "b", reasoning="ah"),
+    )  # fmt: skip
+    template = DROPS.replace("assistant\n{% endif %}", "assistant\n" + opens + "{% endif %}")
+    call = words + '<call>{"name": "search", "arguments": {}}</call><|im_end|>'
+    # Of a prompt with an empty thought the mark alone is in common with a turn that has a real one.
+    last = {"": "<think>\nah\n</think>\n\nb", "<think>\n": "ah\n</think>\n\nb"}.get(opens, "\nah\n</think>\n\nb")
+    assert learned(Example(turns), with_template(tiny, template)) == [call, "a<|im_end|>", last + "<|im_end|>"]
 
 
 def test_a_call_of_the_same_name_that_the_template_drops_is_refused(tiny: ChatTokenizer) -> None:

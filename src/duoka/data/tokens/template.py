@@ -18,7 +18,7 @@ import numpy as np
 from duoka.data.read.example import BadRecord, Example, Message
 from duoka.data.tokens.reasoning import as_key, reasoning_of
 from duoka.data.tokens.tokenizer import ChatTokenizer, Tokens
-from duoka.data.tokens.turn_borders import Span, begin_answer, end_by_next
+from duoka.data.tokens.turn_borders import Span, begin_answer, begin_behind_header, end_by_next
 from duoka.data.tokens.typed_control import break_up, without_marks
 
 Targets = Literal["assistant", "last", "all"]
@@ -157,6 +157,10 @@ def _turn_span(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], tools: 
     """Where the assistant's turn number `place` stands in `text`, end-of-turn token included."""
     before = _render(tokenizer, messages[:place], tools, turn=place + 1, prompt=True)
     start = begin_answer(before, text)
+    if start < 0:
+        told = _render(tokenizer, messages[:place], tools, turn=place)
+        lead, _, _ = _around_letter(tokenizer, messages, tools, place, text)
+        start = begin_behind_header(told, before, text, lead)
     if start < 0:
         raise _unstable(tokenizer, messages, place, before, text)
     content = messages[place]["content"].strip()

@@ -10,7 +10,9 @@ import re
 from duoka.data.tokens.tokenizer import ChatTokenizer
 
 Span = tuple[int, int]  # characters [start, end)
-_OPENED = re.compile(r"(<think(?:ing)?>)\s*(?:</think(?:ing)?>\s*)?$")
+_OPENED = re.compile(r"(<think(?:ing)?>)\s*(?:</think(?:ing)?>\s*)?\Z")
+
+_THOUGHT = re.compile(r"<think(?:ing)?>.*?(?:</think(?:ing)?>\s*|\Z)", re.DOTALL)
 
 
 def begin_answer(prompt: str, text: str) -> int:
@@ -26,11 +28,33 @@ def begin_answer(prompt: str, text: str) -> int:
     return next((border for border in borders if text.startswith(prompt[:border])), -1)
 
 
+def begin_behind_header(told: str, prompt: str, text: str, lead: str) -> int:
+    """Where an answer begins in a text that has no thoughts where its prompt has some; -1: that cannot be told.
+
+    Templates drop thoughts of turns before the last question (Qwen 3). `told` is the prompt without the beginning of
+    the answer's turn, which is its header, and `lead` all of the text before the answer's words.
+    """
+    if not text.startswith(lead) or not prompt.startswith(told):
+        return -1
+    if not _THOUGHT.sub("", text).startswith(_THOUGHT.sub("", prompt)):
+        return -1
+    header = prompt[len(told) :]
+    opened = _OPENED.search(header)
+    for head in (header, *((header[: opened.end(1)], header[: opened.start()]) if opened else ())):
+        at = lead.rfind(head) + len(head)
+        # Between the header and the words there is a thought at most: another turn's header would be further off.
+        if head.strip() and at >= len(head) and not _THOUGHT.sub("", lead[at:]).strip():
+            return at
+    return -1
+
+
 def end_by_next(text: str, spans: list[Span], tokenizer: ChatTokenizer) -> tuple[str, list[Span]]:
     """Answers of a template that writes no end of a turn (GLM's), ended by the token that begins the next turn.
 
     Generation stops at it; behind the last turn stands that of a question.
     """
+    if not tokenizer.begins_question:
+        return text, spans
     ends: list[Span] = []
     for start, end in spans:
         said, token = text[start:end], ""
