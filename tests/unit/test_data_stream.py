@@ -246,3 +246,11 @@ def test_files_without_any_text_are_refused_and_not_read_for_ever(tmp_path: Path
     with pytest.raises(DataError, match="found no text in"):
         streams["bare"].row()
     assert [part.input_ids.tolist() for _ in range(2) for part in streams["one"].row()] == [[BEGIN, 7, 8, 9]] * 2
+
+
+def test_texts_that_pandas_keeps_as_categories_are_texts(tmp_path: Path) -> None:
+    """Without streaming they were read, and streaming refused them."""
+    pq.write_table(pa.table({"text": pa.array(["10 11", "12", "10 11"]).dictionary_encode()}), tmp_path / "a.parquet")
+    (rank,) = ranks_of([tmp_path / "a.parquet"], 1, 1)
+    (row,) = rank.step()
+    assert sorted(token for ids in ids_of(row) for token in ids[1:]) == [10, 10, 11, 11, 12]

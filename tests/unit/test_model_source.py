@@ -255,3 +255,12 @@ def test_an_adapter_beside_a_config_is_no_model_and_beside_weights_one_too_many(
         ("an adapter, not a model", "base model") if weights == "none" else ("and an adapter", "move adapter_c")
     )
     assert words in fault.what and fix in fault.fix
+
+
+def test_a_family_without_a_head_for_scores_is_refused_in_words(tmp_path):
+    """transformers names a Python class there."""
+    from duoka.model.reading import read_model
+
+    (tmp_path / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}', "utf-8")
+    with pytest.raises(ConfigError, match="no model of type mamba with a head for scores"):
+        read_model(tmp_path, scores=True)

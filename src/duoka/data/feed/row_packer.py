@@ -84,6 +84,7 @@ def find_units(files: Sequence[Path], column: str = "text") -> list[Unit]:
         if column not in schema.names:
             raise DataError(f"{path} has no column {column!r}", fix=f"it has: {', '.join(schema.names)}")
         kind = schema.field(column).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind  # as pandas' categories
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise DataError(f"column {column!r} of {path} holds {kind}, and must hold text")
         units += [Unit(str(path), group, 0, size, column) for group, size in enumerate(sizes) if size]
