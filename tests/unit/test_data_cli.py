@@ -19,10 +19,14 @@ from data_kit import TURNS, messages_record, simple_records, write_jsonl
 from torch.utils.data import DistributedSampler
 
 from duoka.cli.data import command
+from duoka.cli.prepare import prepare_run
 from duoka.config.load import load_config
 from duoka.data.audit import evened_out
 from duoka.data.feed.loader import Loader
 from duoka.errors import ConfigError, Faults
+from duoka.plan.choose import check_machine
+from duoka.plan.hardware import Machine
+from duoka.runs.folder import RunFolder
 
 
 @pytest.fixture
@@ -172,3 +176,22 @@ def test_audit_names_the_row_groups_of_each_rank(config: Path) -> None:
     assert "each once" in lines[-1] and len(lines) == 5
     with pytest.raises(ConfigError, match="5 processes are asked for, and 4 streams feed them"):
         CliRunner().invoke(command, ["audit", str(config), "--world", "5"], catch_exceptions=False)
+
+
+def test_ranks_that_share_a_model_share_a_stream(config: Path, tiny_model: Path) -> None:
+    """Two ranks of one tensor-parallel model read the same rows: they were asked for two streams."""
+    folder = config.parent / "texts"
+    folder.mkdir()
+    pq.write_table(pa.table({"text": ["some text"] * 6}), folder / "a.parquet", row_group_size=2)
+    config.write_text(
+        f"model: {tiny_model}\nstage: pretrain\ndata: {{train: [texts], stream: true, streams: 1, max_length: 64}}\n"
+        "train: {max_steps: 5, global_batch: 4}\nparallel: {tensor: 2}\n"
+    )
+    run, machine = RunFolder(config.parent / "run"), Machine(2, 8 << 30, 8 << 30)
+    run.make()
+    assert prepare_run(load_config(config), run, machine, 2).is_dir()
+    with pytest.raises(ConfigError, match="2 processes are asked for, and 1 streams feed them"):
+        prepare_run(load_config(config, ["parallel.tensor=1"]), run, machine, 2)
+    (fault,) = check_machine(load_config(config, ["parallel.tensor=1"]).config, machine, 2)
+    assert fault.key == "data.streams" and "2 processes are asked for, and 1 streams feed them" in fault.what
+    assert not check_machine(load_config(config).config, machine, 2), "a plan says the same without the data"

@@ -91,7 +91,7 @@ def prepare_run(
     from duoka.data.report import write_data_report
     from duoka.errors import Faults
     from duoka.hub.models import model_folder
-    from duoka.plan.axes import check_shape
+    from duoka.plan.axes import check_shape, data_ranks
     from duoka.plan.catalog import local_cluster
     from duoka.plan.offload import with_disk
     from duoka.plan.report import make_plan
@@ -104,7 +104,7 @@ def prepare_run(
     if faults := check_shape(loaded.config.parallel, shape, world_size):
         raise Faults(faults)  # before the data are read, which may take long
     prepared = prepare_data(loaded.config, loaded.base, folder, say=say)
-    prepared.check_world(world_size)
+    prepared.check_world(data_ranks(loaded.config.parallel, world_size))
     local = local_size or world_size
     lengths = lengths_of(prepared, loaded.config)
     remember_lengths(lengths, loaded.config, loaded.base)

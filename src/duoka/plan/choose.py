@@ -78,6 +78,9 @@ def check_machine(
     if axes := check_axes(config.parallel, world_size, shape):
         return [*faults, *axes]
     data = data_ranks(config.parallel, world_size)
+    if config.data.stream and data > (config.data.streams or data):
+        what = f"{data} processes are asked for, and {config.data.streams} streams feed them"
+        faults.append(Fault(what, key="data.streams", fix=f"set data.streams: {data}, or leave it out"))
     if config.parallel.strategy in ("single", "dp") and data * config.parallel.sequence > 1:
         asked = config.parallel.strategy
         what = f"parallel.strategy is {asked}, which is one process, but {world_size} processes are asked for"
