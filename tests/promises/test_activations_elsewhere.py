@@ -16,7 +16,7 @@ from duoka.model.request import ModelRequest
 from duoka.optim.disk_arena import DiskArena
 from duoka.parallel.activations import ActivationsElsewhere, Entry, Home
 
-pytestmark = pytest.mark.timeout(600)  # twenty runs come before the first test, half of them in bf16
+pytestmark = pytest.mark.timeout(600)  # many runs come before the first test
 
 AWAY = "parallel.offload={activations: disk}"
 YAML = """
@@ -39,6 +39,8 @@ WAYS = {
     "tensor": (2, ["parallel.tensor=2"]),
     "sequence": (2, ["parallel.sequence=2"]),
 }
+# Copies are there and back in any type; what decides in which one an activation is kept differs by these.
+CASES = [("fp32", name) for name in WAYS] + [("bf16", name) for name in ("single", "LoRA", "fsdp", "tensor")]
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +50,20 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """Every way in both precisions, as it is and with its activations away."""
+    """Every case as it is and with its activations away."""
     model = write_tiny_model(folder / "model", layers=5)
     data = write_conversations(folder / "chats.jsonl", 60, seed=3)
     worlds = {}
     for precision in ("fp32", "bf16"):
         yaml = folder / f"{precision}.yaml"
         yaml.write_text(YAML.format(model=model, data=data, precision=precision, output=folder / "out"))
-        for name, (size, settings) in WAYS.items():
-            alone = size == 1 and any("fsdp" in one for one in settings)
-            for where in ((), (AWAY,)):
-                place = folder / f"{precision} {name}{' away' if where else ''}"
-                worlds.setdefault((size, alone), []).append((str(yaml), [*settings, *where], str(place)))
+    for precision, name in CASES:
+        size, settings = WAYS[name]
+        alone = size == 1 and any("fsdp" in one for one in settings)
+        for where in ((), (AWAY,)):
+            place = folder / f"{precision} {name}{' away' if where else ''}"
+            job = (str(folder / f"{precision}.yaml"), [*settings, *where], str(place))
+            worlds.setdefault((size, alone), []).append(job)
     for (size, _), jobs in sorted(worlds.items()):
         train_all(jobs, size)
     return folder
@@ -70,8 +74,7 @@ def steps(run):
     return [(line["loss"], line["grad_norm"]) for line in lines if line["type"] == "step"]
 
 
-@pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "name"), CASES)
 def test_same_bits(runs, precision, name):
     ours, plain = steps(runs / f"{precision} {name} away"), steps(runs / f"{precision} {name}")
     assert len(plain) == 4 and ours == plain
