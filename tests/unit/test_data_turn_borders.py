@@ -136,3 +136,12 @@ def test_a_call_of_the_same_name_that_the_template_drops_is_refused(tiny: ChatTo
     turns = (Message("user", "q"), Message("assistant", "", calls), Message("tool", "r"), Message("assistant", "a"))
     with pytest.raises(BadRecord, match="leaves the tool call 'search' of message 2 out"):
         encode(Example(turns), with_template(tiny, template))
+
+
+def test_learning_the_last_turn_alone_is_no_advice_where_that_one_cannot_be_told(tiny: ChatTokenizer) -> None:
+    shifty = with_template(tiny, "{{ messages | length }}: " + DROPS)
+    advice = "set data.targets: last, or "
+    for talk, helps in ((TALK, True), (example(("user", "one"), ("assistant", "uno")), False)):
+        with pytest.raises(BadRecord, match="in another way once more follows") as caught:
+            encode(talk, shifty)
+        assert (advice in caught.value.fix) is helps and "model.template" in caught.value.fix

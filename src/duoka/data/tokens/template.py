@@ -314,11 +314,12 @@ def _render(
 def _unstable(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], place: int, part: str, text: str) -> BadRecord:
     same = next((at for at, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), min(len(part), len(text)))
     shown = messages[place]["content"][:60]
+    others = "" if place == len(messages) - 1 else "set data.targets: last, or "
     return BadRecord(
         f"the chat template ({tokenizer.template_name}) writes the beginning of the conversation in another way "
         f"once more follows, so the answer of message {place + 1} ({shown!r}) cannot be told from the prompt: "
         f"{part[same : same + 40]!r} becomes {text[same : same + 40]!r}",
-        "set data.targets: last, or model.template to a plain one such as chatml",
+        f"{others}set model.template to a plain one such as chatml",
     )
 
 
