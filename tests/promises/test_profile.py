@@ -7,6 +7,7 @@ import pytest
 from commands import run_duoka
 from tiny import write_conversations
 
+from duoka.cli import run
 from duoka.cli.profile import advice
 from duoka.train.profile import StepProfile
 
@@ -42,6 +43,12 @@ def yaml(tmp_path, tiny_model):
     text = f"model: {tiny_model}\ndata: {{train: [{data}], packing: false}}\nlora: {{rank: 4}}\n"
     path.write_text(f"{text}train: {{global_batch: 4, micro_batch: 2, epochs: 1}}\noutput: {tmp_path}/runs/a\n")
     return path
+
+
+def test_a_profile_that_is_stopped_leaves_no_empty_folder(yaml, tmp_path, monkeypatch):
+    monkeypatch.setattr("duoka.cli.worlds.run_same_command", lambda *given: 130)
+    words = ["profile", str(yaml), "--nproc", "2", "--out", str(tmp_path / "out")]
+    assert run(words) == 130 and not (tmp_path / "out").exists()
 
 
 def profile(yaml, *arguments):

@@ -125,3 +125,4 @@ def test_models_in_another_user_s_home_are_not_downloaded_ones(monkeypatch: pyte
 def test_a_read_only_disk_has_room_enough() -> None:
     fault = no_room(OSError(errno.EROFS, "Read-only file system", "/data/a"))
     assert fault.fix == "mount it for writing, or write elsewhere"
+    assert "dmesg" in no_room(OSError(errno.EIO, "Input/output error", "/data/a")).fix, "room is not what it lacks"

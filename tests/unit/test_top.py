@@ -1,13 +1,16 @@
 """`duoka top`: what it says of a run, in the terminal, in lines and as JSON, from logs written by a script."""
 
+import io
 import json
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from types import SimpleNamespace
 
@@ -16,6 +19,7 @@ from click.testing import CliRunner
 from written_runs import GIB, T0, event_line, nonfinite_line, rank_line, step_line, write_run
 
 from duoka.cli import cli
+from duoka.cli.asked_to_leave import AskedToLeave, leave_when_asked
 from duoka.runs.folder import write_json_atomic
 from duoka.runs.heart import Heart, beat_path
 from duoka.runs.status import leader_identity
@@ -23,7 +27,7 @@ from duoka.watch.follow import FollowedRun
 from duoka.watch.report import end_lines
 from duoka.watch.screen import Frame, cells, clip, nodes_view, overview, ranks_view
 from duoka.watch.standing import read_standing
-from duoka.watch.terminal import as_text
+from duoka.watch.terminal import as_text, watch_in_place
 
 
 def standing_of(run, **how):
@@ -240,6 +244,23 @@ def test_in_a_terminal_it_redraws_in_place_and_answers_keys(tmp_path):
         process.kill()
         process.wait()
         os.close(ours), os.close(theirs)
+
+
+def test_a_terminal_that_is_closed_ends_what_is_shown_on_it(tmp_path, monkeypatch):
+    """SIGHUP comes with it. It was lost where the screen was to be given back: exit code 6, and advice about disks."""
+
+    def close():
+        os.close(ours)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    followed = FollowedRun(write_run(tmp_path / "a", 4, total_steps=90, state="running", **leader_identity()))
+    ours, theirs = pty.openpty()
+    with open(theirs, "r+b", buffering=0) as raw, pytest.raises(AskedToLeave):
+        monkeypatch.setattr(sys, "stdin", raw)
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, write_through=True))
+        threading.Timer(0.3, close).start()
+        with leave_when_asked():
+            watch_in_place(followed, price_per_hour=None, every_s=60)
 
 
 def read_until(handle, wanted, limit_s=60):

@@ -210,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of __main__
             signal.signal(signal.SIGINT, signal.default_int_handler)
         code = run(arguments)
+    drop_stdout(only_if_refused=True)
     if is_rank or leaves_thread_behind():
         # A finished rank exits at once: during Python's finalization, a communication thread that still
         # lives now and then aborts the process (seen as SIGABRT after a finished evaluation). And finalization visits
@@ -252,8 +253,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
             return 1
         if not _launcher_says(known):
             print_error(framed(known.lines(), known.exit_code))
-        if isinstance(known, StorageError):
-            drop_stdout(only_if_refused=True)
         return known.exit_code
     except AskedToLeave as asked:  # drafts and the like are gone by now
         print_error(framed([f"stopped by {asked.signal_name}"]))

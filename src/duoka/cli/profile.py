@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,16 +52,29 @@ def command(
     folder = Path(out) if out else run.path.with_name(f"{run.path.name}-profile")
     if place is not None:
         return _work(config, overrides, steps, folder, as_json)
+    with _made(folder):
+        # Once, before there are ranks, which would wait for it.
+        prepare_data(loaded.config, loaded.base, model_folder(loaded.config.model, loaded.base, Say()), say=Say())
+        shared = [f"--steps={steps}", f"--out={folder.resolve()}", *(["--json"] if as_json else [])]
+        # One process too is started anew where training's would have another heap: a fifth of a step may lie there.
+        heap = {} if machine.gpus else allocator_environment(keeps=not loaded.config.parallel.offloads.uses_disk)
+        if part.starts(local) or heap:
+            return run_same_command(["profile", config, *overrides, *shared], local, part, heap)
+        os.environ.setdefault("OMP_NUM_THREADS", str(machine.num_cores))
+        return _work(config, overrides, steps, folder, as_json)
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """There before any rank is; gone again when nothing was written into it."""
+    was_there = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    # Once, before there are ranks, which would wait for it.
-    prepare_data(loaded.config, loaded.base, model_folder(loaded.config.model, loaded.base, Say()), say=Say())
-    shared = [f"--steps={steps}", f"--out={folder.resolve()}", *(["--json"] if as_json else [])]
-    # One process too is started anew where training's would have another heap: a fifth of a step may lie there.
-    heap = {} if machine.gpus else allocator_environment(keeps=not loaded.config.parallel.offloads.uses_disk)
-    if part.starts(local) or heap:
-        return run_same_command(["profile", config, *overrides, *shared], local, part, heap)
-    os.environ.setdefault("OMP_NUM_THREADS", str(machine.num_cores))
-    return _work(config, overrides, steps, folder, as_json)
+    try:
+        yield
+    finally:
+        if not was_there:
+            with contextlib.suppress(OSError):  # it has what was measured
+                folder.rmdir()
 
 
 def _work(config: str, overrides: tuple[str, ...], steps: int, folder: Path, as_json: bool) -> int:

@@ -51,6 +51,8 @@ def more_room(error: OSError) -> str:
     """What gives room to what `error` refused."""
     if error.errno == errno.EROFS:
         return "mount it for writing"
+    if error.errno == errno.EIO:
+        return "look after the device (dmesg)"
     limit = file_limit() if error.errno == errno.EFBIG else None
     return "free some space" if limit is None else f"lift the limit of {format_bytes(limit)} a file (ulimit -f)"
 

@@ -160,9 +160,10 @@ def _raw_terminal(keys: IO[str], out: IO[str]) -> Iterator[IO[str]]:
         out.write(_ENTER)
         yield out
     finally:
-        out.write(_LEAVE)
-        out.flush()
-        termios.tcsetattr(keys, termios.TCSADRAIN, before)
+        with contextlib.suppress(OSError, termios.error):  # it was closed, and SIGHUP may be on its way upwards
+            out.write(_LEAVE)
+            out.flush()
+            termios.tcsetattr(keys, termios.TCSADRAIN, before)
 
 
 def _read_key(wait_s: float) -> str:
