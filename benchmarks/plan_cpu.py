@@ -50,6 +50,7 @@ checkpoint: {every: 1000}
 log: {to: []}
 """
 LORA = "lora={rank: 8, dropout: 0}"
+QUANTIZED = "model={name: demo, quantization: nf4}"
 BF16 = "train.precision=bf16"
 CASES: dict[str, tuple[str, int, list[str]]] = {
     "single": (YAML, 1, []),
@@ -65,6 +66,8 @@ CASES: dict[str, tuple[str, int, list[str]]] = {
     "135M, bf16": (DEMO, 1, [BF16]),
     "135M, bf16, recompute full": (DEMO, 1, [BF16, "train.recompute=full"]),
     "135M, LoRA, bf16": (DEMO, 1, [BF16, LORA]),
+    "135M, QLoRA": (DEMO, 1, [LORA, QUANTIZED]),
+    "135M, QLoRA, bf16": (DEMO, 1, [BF16, LORA, QUANTIZED]),
     "135M, bf16 weights": (DEMO, 1, [BF16, "train.weights=bf16"]),
     "135M, LoRA, ddp2": (DEMO, 2, ["parallel.strategy=ddp", LORA]),
     "135M, LoRA, fsdp2": (DEMO, 2, ["parallel.strategy=fsdp", LORA]),
