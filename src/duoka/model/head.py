@@ -46,7 +46,8 @@ def _forwards_of_adapters() -> tuple[Any, ...]:
     from peft.tuners.lora.layer import Linear
 
     packed = sys.modules.get("peft.tuners.lora.bnb")
-    return Linear.forward, getattr(getattr(packed, "Linear4bit", None), "forward", None)
+    kinds = (getattr(packed, name, None) for name in ("Linear4bit", "Linear8bitLt"))
+    return Linear.forward, *(kind.forward for kind in kinds if kind is not None)
 
 
 def plain_adapter(module: Any) -> str | None:

@@ -11,8 +11,9 @@ import functools
 import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,25 +128,31 @@ def read_weight(packed: torch.Tensor, state: Any) -> torch.Tensor:
     return dequantize_4bit(packed, blocks).reshape(state.shape)
 
 
+@torch.no_grad()
+def _read_bytes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The matrix that codes of 8 bits and a scale for each row stand for."""
+    return codes.float() * (scales.to(codes.device).float() / 127)[:, None]
+
+
+def _bytes_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a layer in 8 bits, wherever bitsandbytes keeps them."""
+    scales = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
+    return layer.weight.data, scales
+
+
 @dataclass(frozen=True)
 class Packed:
-    """A layer's packed bytes, and what they stand for."""
+    """A weight that lies unpacked only while it is multiplied with."""
 
-    data: torch.Tensor
-    state: Any
-
-    @classmethod
-    def of(cls, layer: Any) -> Packed:
-        # A weight that was brought together from ranks has no state of its own.
-        return cls(layer.weight.data, getattr(layer.weight, "quant_state", None) or layer.quant_state)
+    read: Callable[[], torch.Tensor]
 
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
-        return read_weight(self.data, self.state).to(dtype)
+        return self.read().to(dtype)
 
 
 def is_packed(layer: torch.nn.Module) -> bool:
-    """Whether it computes by `Packed.of` it."""
-    return hasattr(layer, "decodes")
+    """Whether it computes by its `packed()` weight."""
+    return hasattr(layer, "packed")
 
 
 def dtype_of(layer: Any) -> torch.dtype:
@@ -155,11 +162,12 @@ def dtype_of(layer: Any) -> torch.dtype:
 
 
 def weight_in(layer: Any, dtype: torch.dtype) -> torch.Tensor | Packed:
-    return Packed.of(layer) if is_packed(layer) else layer.weight.to(dtype)
+    weight: torch.Tensor | Packed = layer.packed() if is_packed(layer) else layer.weight.to(dtype)
+    return weight
 
 
 class _PackedProduct(torch.autograd.Function):
-    """x W' with a W that lies unpacked only while it is multiplied with, forward and backward."""
+    """x W' with a packed W, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: Packed) -> torch.Tensor:
@@ -190,8 +198,11 @@ def _exact_linear() -> type:
             # One that was brought together from ranks has none: bitsandbytes would put another parameter in its place.
             if state is not None and (x.device.type != "cpu" or (self.decodes and self._can_be_laid_out())):
                 return super().forward(x)  # type: ignore[no-any-return]
-            product: torch.Tensor = _PackedProduct.apply(x.to(self.compute_dtype or x.dtype), Packed.of(self))
-            return (product if self.bias is None else product + self.bias.to(product.dtype)).to(x.dtype)
+            return _multiply(x, self)
+
+        def packed(self) -> Packed:
+            state = getattr(self.weight, "quant_state", None) or self.quant_state
+            return Packed(partial(read_weight, self.weight.data, state))
 
         def _can_be_laid_out(self) -> bool:
             """Rows of whole blocks, in strips of 32, for a model that computes in bf16 anyway."""
@@ -201,9 +212,36 @@ def _exact_linear() -> type:
     return ExactLinear4bit
 
 
+@functools.cache
+def _exact_bytes() -> type:
+    from bitsandbytes.nn import Linear8bitLt
+
+    class ExactLinear8bit(Linear8bitLt):  # type: ignore[misc]
+        """The weights that merging means, as in 4 bits.
+
+        bitsandbytes rounds a layer's inputs to 8 bits too, but for columns in which any row has a large number: what
+        came out for a row hung on the rows beside it, in a server's answers and in a micro-batch's losses.
+        """
+
+        compute_dtype: torch.dtype | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return _multiply(x, self)
+
+        def packed(self) -> Packed:
+            return Packed(partial(_read_bytes, *_bytes_of(self)))
+
+    return ExactLinear8bit
+
+
+def _multiply(x: torch.Tensor, layer: Any) -> torch.Tensor:
+    product: torch.Tensor = _PackedProduct.apply(x.to(layer.compute_dtype or x.dtype), layer.packed())
+    return (product if layer.bias is None else product + layer.bias.to(product.dtype)).to(x.dtype)
+
+
 def compute_in(model: torch.nn.Module, dtype: torch.dtype, packing: Quantization) -> None:
     """Make a model that was just packed compute in `dtype`, by the weights that packing left; in place."""
-    from bitsandbytes.nn import Linear4bit
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
     if packing.unpacked:
         _unpack(model, dtype)
@@ -216,13 +254,16 @@ def compute_in(model: torch.nn.Module, dtype: torch.dtype, packing: Quantization
             module.__class__ = _exact_linear()
             module.weight.quant_state.dtype = module.compute_dtype = dtype
             module.compute_type_is_set = True
+        elif isinstance(module, Linear8bitLt):
+            module.__class__ = _exact_bytes()
+            module.compute_dtype = dtype  # type: ignore[assignment]
     model.config.dtype = dtype  # type: ignore[union-attr]
 
 
 def decode_fast(model: torch.nn.Module) -> None:
     """For models that write answers: packed layers may be laid out anew, and weights be off by bf16's rounding."""
     for module in model.modules():
-        if is_packed(module):
+        if hasattr(module, "decodes"):
             module.decodes = True  # type: ignore[assignment]
 
 
@@ -235,8 +276,7 @@ def _unpack(model: torch.nn.Module, dtype: torch.dtype) -> None:
         if isinstance(module, Linear4bit):
             weight = read_weight(module.weight.data, module.weight.quant_state).to(dtype)
         elif isinstance(module, Linear8bitLt):
-            codes = module.weight.data if module.weight.CB is None else module.weight.CB
-            weight = (codes.float() * (module.weight.SCB.float() / 127)[:, None]).to(dtype)
+            weight = _read_bytes(*_bytes_of(module)).to(dtype)
         else:
             continue
         with torch.device("meta"):

@@ -34,7 +34,7 @@ class Facts:
     attention_as_written: bool = False  # ours would compute something else
     has: frozenset[str] = USUAL  # which of these the model computes as duoka knows them
     adapters: bool = False
-    adapters_beside_others: bool = False  # than linear layers in plain numbers or 4 bits
+    adapters_beside_others: bool = False  # than linear layers, say experts
     drops: bool = False  # adapters drop some of what they read
     own_logits: bool = False  # the loss is taken from logits that the model computes itself
     no_plain_loss: str = ""  # likelihood of the targets alone
@@ -223,7 +223,6 @@ def expected(config: RunConfig, work: Work, layout: Layout, machine: Machine) ->
         keeps_products=layout.recompute == "selective",
         has=frozenset(_usual_parts(work.shape)),
         adapters=config.lora is not None,
-        adapters_beside_others=work.frozen_bits == 8,
         drops=config.lora is not None and config.lora.dropout > 0,
         no_plain_loss=why_no_plain_loss(config) or (BENT if work.shape.bent_logits else ""),
         no_native="" if work.has_kernels else "no C++ compiler (duoka doctor)",
