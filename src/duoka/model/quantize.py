@@ -220,7 +220,7 @@ def _exact_bytes() -> type:
         """The weights that merging means, as in 4 bits.
 
         bitsandbytes rounds a layer's inputs to 8 bits too, but for columns in which any row has a large number: what
-        came out for a row hung on the rows beside it, in a server's answers and in a micro-batch's losses.
+        came out for a row hung on the rows beside it, in a server's answers.
         """
 
         compute_dtype: torch.dtype | None = None
