@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -192,6 +193,15 @@ def run(request, tmp_path_factory):
     done = run_duoka("train", folder / "x.yaml")
     assert done.returncode == 0, done.stderr
     return folder / "run"
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of what is mapped")
+def test_a_base_that_was_packed_keeps_none_of_its_files_in_memory(tmp_path):
+    """An embedding that is a view of the file's pages kept all of them resident: what packing was to save."""
+    base = write_tiny_model(tmp_path / "base", dtype="bfloat16")
+    lm = load_model(ModelRequest(base, dtype=torch.bfloat16, packing=Quantization("nf4", double=True)))
+    assert lm.get_input_embeddings().weight.dtype == torch.bfloat16
+    assert str(base) not in Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
 def test_evaluation_of_a_run_packs_its_base_as_training_did(run, capsys):

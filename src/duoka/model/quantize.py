@@ -248,7 +248,8 @@ def compute_in(model: torch.nn.Module, dtype: torch.dtype, packing: Quantization
     wide = {part for names in ("", "_strict") for part in getattr(model, f"_keep_in_fp32_modules{names}", None) or ()}
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not wide & set(name.split(".")):
-            parameter.data = parameter.data.to(dtype)
+            # A copy: one view of the files' pages would keep all of them in memory, of the layers that were packed too.
+            parameter.data = parameter.data.to(dtype, copy=not packing.came)
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.__class__ = _exact_linear()
