@@ -47,7 +47,8 @@ def test_a_merging_file_of_a_full_model_writes_a_folder_that_talks(tiny_model: P
         with pytest.raises(ConfigError, match="export_size is 5, which cuts"):
             duoka("export", "x.yaml", "-o", "other", *flags)
     write(model_name_or_path="merged", template="qwen3_nothink", infer_backend="huggingface", max_new_tokens=3)
-    answer = json.loads(duoka("chat", "x.yaml", "--prompt", "hi", "--json").splitlines()[-1])
+    said = duoka("chat", "x.yaml", "--prompt", "hi", "--json").splitlines()  # what was cut is said behind it, on stderr
+    answer = json.loads(next(line for line in said if line.startswith("{")))
     assert answer["prompt"] == "hi" and len(answer["answer"]) <= 3
 
 
