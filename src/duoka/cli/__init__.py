@@ -255,6 +255,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             print_error(framed(known.lines(), known.exit_code))
         return known.exit_code
     except AskedToLeave as asked:  # drafts and the like are gone by now
+        asked.is_heard.set()
         print_error(framed([f"stopped by {asked.signal_name}"]))
         return 128 + signal.Signals[asked.signal_name]
     except BaseException as error:  # of tokenizers' threads: no Exception, and all else goes on upwards

@@ -31,6 +31,7 @@ class AskedToLeave(BaseException):
     def __init__(self, signal_name: str) -> None:
         super().__init__(signal_name)
         self.signal_name = signal_name
+        self.is_heard = threading.Event()  # set by who catches it: nothing asks again when it is gone
 
 
 @contextmanager
@@ -39,21 +40,26 @@ def leave_when_asked() -> Iterator[None]:
 
     owner = os.getpid()
     unwinding: list[weakref.ref[AskedToLeave]] = []
+    heard: list[threading.Event] = []
     repeats: list[threading.Timer] = []
 
     def leave(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a child that was forked from here is ended by it as by default
             signal.signal(number, signal.SIG_DFL)
             return os.kill(os.getpid(), number)
-        if not unwinding or unwinding[-1]() is None:  # once: a second signal must not interrupt the cleanup
+        was_dropped = not unwinding or unwinding[-1]() is None
+        if was_dropped and not any(one.is_set() for one in heard):  # once: a second must not interrupt the cleanup
             raise watched(AskedToLeave(signal.Signals(number).name), number)
 
     def watched(asked: AskedToLeave, number: int) -> AskedToLeave:
+        heard[:] = [asked.is_heard]
         unwinding[:] = [weakref.ref(asked, lambda gone: ask_again(number))]
         return asked
 
     def ask_again(number: int) -> None:
         """Python drops what is raised in a destructor or a callback of compiled code, and goes on."""
+        if heard[-1].is_set():
+            return
         repeats.append(threading.Timer(_ASK_AGAIN_S, os.kill, (owner, number)))
         repeats[-1].daemon = True
         with contextlib.suppress(RuntimeError):  # no more threads: whoever asks again is heard
