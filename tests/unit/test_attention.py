@@ -192,8 +192,8 @@ def test_documents_are_measured_once_per_micro_batch(tiny_model, monkeypatch):
 
 def test_no_forward_pass_asks_a_tensor_for_a_number(tiny_model):
     """A GPU's host would wait there. Of fake tensors transformers asks nothing: so on real ones."""
-    from duoka.model.attention import Documents
     from duoka.model.chunks import Places
+    from duoka.model.documents import Documents
     from duoka.torch_private import TorchDispatchMode
 
     asked = []

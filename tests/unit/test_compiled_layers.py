@@ -22,8 +22,9 @@ import duoka.model.attention as room
 import duoka.parallel.apply as apply
 from duoka.config.schema import GRAPHS, ParallelConfig
 from duoka.errors import ConfigError
-from duoka.model.attention import NAME, Documents, attend_all_documents, register_attention
+from duoka.model.attention import NAME, attend_all_documents, register_attention
 from duoka.model.build import LossModel
+from duoka.model.documents import Documents
 from duoka.parallel.mesh import Mesh
 from duoka.plan.layout import Layout
 
@@ -209,7 +210,7 @@ def test_the_kernel_is_tried_with_empty_documents_before_it_is_given_any(monkeyp
     monkeypatch.setattr(room, "WORKS", {})
     monkeypatch.setattr(room, "find_varlen", lambda: dense)
     how = (torch.device("cpu"), torch.bfloat16, 8)
-    assert room.why_no_kernel(*how, room=True) == ""
+    assert room.why_no_kernel(*how, "room") == ""
 
     def none_empty(query, key, value, from_, *rest, **how):
         if (from_.diff() == 0).any():
@@ -219,7 +220,7 @@ def test_the_kernel_is_tried_with_empty_documents_before_it_is_given_any(monkeyp
     monkeypatch.setattr(room, "WORKS", {})
     monkeypatch.setattr(room, "find_varlen", lambda: none_empty)
     assert room.why_no_kernel(*how) == ""
-    assert "empty documents" in room.why_no_kernel(*how, room=True)
+    assert "empty documents" in room.why_no_kernel(*how, "room")
 
 
 def test_layouts_keep_the_word() -> None:

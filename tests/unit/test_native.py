@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from duoka.model import native
-from duoka.model.attention import Documents, register_attention
+from duoka.model.attention import register_attention
 from duoka.model.build import LossModel
 from duoka.model.decode import MOST_ROWS, FewRowsLinear, answer_fast, attend_rows
+from duoka.model.documents import Documents
 from duoka.model.dropout import dropped, level_of
 from duoka.model.fused import NarrowRmsNorm, apply_fused
 from duoka.model.gated import SiluTimes, SiluTimesDown
@@ -108,32 +109,36 @@ def kind(request, anew):
 
 @pytest.mark.parametrize("heads, groups, dim", ((4, 2, 32), (3, 3, 16), (9, 3, 64), (2, 1, 80)))
 @pytest.mark.parametrize("lengths", ((1, 2, 130, 47, 48, 49, 16), (64,)))
-def test_attention_of_documents(kind, heads, groups, dim, lengths):
+@pytest.mark.parametrize("whole", (True, False), ids=("all ask", "some ask"))
+def test_attention_of_documents(kind, heads, groups, dim, lengths, whole):
     tokens = sum(lengths)
-    edges = torch.tensor([0, *lengths]).cumsum(0).int()
+    own = [length if whole else -(-length // 3) for length in lengths]  # tokens at its end that ask
+    asking, held = (torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (own, lengths))
 
     def ours(*inputs):
-        return native.Attention.apply(*(one.transpose(1, 2) for one in inputs), edges, 0.2)
+        return native.Attention.apply(*(one.transpose(1, 2) for one in inputs), (asking, held), 0.2)
 
     def apart(*inputs):
-        parts = zip(*(one.transpose(1, 2).split(lengths, dim=2) for one in inputs), strict=True)
+        sizes = own, lengths, lengths
+        parts = (one.transpose(1, 2).split(size, dim=2) for one, size in zip(inputs, sizes, strict=True))
         many = heads // groups
         each = [
             F.scaled_dot_product_attention(
-                q, k.repeat_interleave(many, 1), v.repeat_interleave(many, 1), is_causal=True, scale=0.2
+                q, k.repeat_interleave(many, 1), v.repeat_interleave(many, 1), scale=0.2,
+                attn_mask=torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2]).bool(),
             )
-            for q, k, v in parts
-        ]
+            for q, k, v in zip(*parts, strict=True)
+        ]  # fmt: skip
         return torch.cat(each, dim=2).transpose(1, 2)
 
-    sizes = heads, groups, groups
-    inputs = [draw(1, tokens, count, dim, dtype=kind, seed=place) for place, count in enumerate(sizes)]
+    sizes = (sum(own), heads), (tokens, groups), (tokens, groups)
+    inputs = [draw(1, *size, dim, dtype=kind, seed=place) for place, size in enumerate(sizes)]
     compare(ours, apart, inputs, limit=1e-6 if kind is torch.float32 else 1.3 * HALF)
 
 
 def test_attention_reads_tensors_as_projections_leave_them(kind):
     """Heads of one wide tensor, padded rows, and a layout that it must copy: the same bits."""
-    wide, edges = draw(2, 33, 6 * 32, dtype=kind), torch.arange(3, dtype=torch.int32) * 33
+    wide, edges = draw(2, 33, 6 * 32, dtype=kind), (torch.arange(3, dtype=torch.int32) * 33,) * 2
     cut = [part.unflatten(-1, (2, 32)).transpose(1, 2) for part in wide.split(64, dim=-1)]
     copied = [one.contiguous() for one in cut]
     assert all(native.laid_by_token(one).data_ptr() == one.data_ptr() for one in cut)

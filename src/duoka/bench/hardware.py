@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from duoka.model import native
-from duoka.model.attention import Documents, attend
+from duoka.model.attention import attend
+from duoka.model.documents import Documents
 from duoka.model.wide_products import widen_products
 from duoka.optim.disk_file import DiskFile, Slot
 from duoka.plan.flops import ATTENTION_BACKWARD

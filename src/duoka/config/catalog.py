@@ -30,6 +30,7 @@ EXECUTION_KEYS: tuple[str, ...] = (
     "train.eval_items",
     "data.packing",
     "data.fixed_rows",
+    "data.prefix_sharing",
     "data.workers",
     "rl.reward_deadline",
     "rl.tool_deadline",

@@ -128,6 +128,11 @@ class DataConfig(Section):
         description="Lay samples out without padding; auto: where the model computes the same so, see models.md. "
         "Changes speed, never results.",
     )
+    prefix_sharing: bool = Field(
+        True,
+        description="Compute what samples of a micro-batch begin with alike (a system prompt, the question of two "
+        "answers) once, where that is exact. Changes speed, never results.",
+    )
     fixed_rows: bool = Field(
         False, description="Pack samples into rows of exactly max_length, so that shapes never change."
     )

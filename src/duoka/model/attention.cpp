@@ -201,36 +201,38 @@ constexpr i64 QUERIES = 64;  // at once: pairs of them fill tiles too
 constexpr i64 QUERIES = 48;  // at once: a multiple of the tile's rows
 #endif
 
-void attend_forward(const Attention<bf16>& a, i64 start, i64 count, i64 group, bf16* out, float* sums) {
+void attend_forward(const Attention<bf16>& a, Document here, i64 group, bf16* out, float* sums) {
   [[maybe_unused]] TilesOn tiles;
-  i64 dim = a.dim, many = a.heads / a.groups, keys_up = up(count, 64);
+  i64 dim = a.dim, many = a.heads / a.groups, count = here.keys, keys_up = up(count, 64);
+  i64 start = here.first_key, asking = here.first_query, before = here.before();
   std::vector<u32> keys(dim / 2 * keys_up), values(keys_up / 2 * dim);
   pack_across(a.key + start * a.key_stride + group * dim, count, dim, a.key_stride, keys.data(), keys_up);
   pack_down(a.value + start * a.value_stride + group * dim, count, keys_up, dim, a.value_stride, values.data());
   std::vector<float> scores(QUERIES * keys_up), answers(QUERIES * dim);
   std::vector<bf16> weights(QUERIES * keys_up);
   for (i64 head = group * many; head < (group + 1) * many; ++head)
-    for (i64 first = 0; first < count; first += QUERIES) {
-      i64 rows = std::min(QUERIES, count - first), columns = up(first + rows, 64);
-      const bf16* query = a.query + (start + first) * a.query_stride + head * dim;
+    for (i64 first = 0; first < here.queries; first += QUERIES) {
+      i64 rows = std::min(QUERIES, here.queries - first), columns = up(before + first + rows, 64);
+      const bf16* query = a.query + (asking + first) * a.query_stride + head * dim;
       product(rows, columns, dim / 2, (const u32*)query, a.query_stride / 2, keys.data(), keys_up,
               {scores.data(), keys_up, false});
       for (i64 row = 0; row < rows; ++row) {
         float* one = scores.data() + row * keys_up;
-        sums[head * a.tokens + start + first + row] = soften(one, first + row + 1, columns, a.scale);
+        sums[head * a.tokens + asking + first + row] = soften(one, before + first + row + 1, columns, a.scale);
         narrow_row(one, weights.data() + row * keys_up, columns);
       }
       product(rows, dim, columns / 2, (const u32*)weights.data(), keys_up / 2, values.data(), dim,
               {answers.data(), dim, false});
       for (i64 row = 0; row < rows; ++row)
-        narrow_row(answers.data() + row * dim, out + ((start + first + row) * a.heads + head) * dim, dim);
+        narrow_row(answers.data() + row * dim, out + ((asking + first + row) * a.heads + head) * dim, dim);
     }
 }
 
-void attend_backward(const Attention<bf16>& a, i64 start, i64 count, i64 group, const bf16* out, const bf16* grad,
+void attend_backward(const Attention<bf16>& a, Document here, i64 group, const bf16* out, const bf16* grad,
                      const float* sums, Slopes<bf16> slopes) {
   [[maybe_unused]] TilesOn tiles;
-  i64 dim = a.dim, many = a.heads / a.groups, keys_up = up(count, 64), out_stride = a.heads * dim;
+  i64 dim = a.dim, many = a.heads / a.groups, count = here.keys, keys_up = up(count, 64), out_stride = a.heads * dim;
+  i64 start = here.first_key, asking = here.first_query, before = here.before();
   std::vector<u32> keys(dim / 2 * keys_up), values(dim / 2 * keys_up), keys_down(keys_up / 2 * dim);
   const bf16 *key = a.key + start * a.key_stride + group * dim, *value = a.value + start * a.value_stride + group * dim;
   pack_across(key, count, dim, a.key_stride, keys.data(), keys_up);
@@ -241,10 +243,10 @@ void attend_backward(const Attention<bf16>& a, i64 start, i64 count, i64 group, 
   std::vector<u32> pairs(QUERIES / 2 * keys_up), slope_pairs(QUERIES / 2 * keys_up), turned(dim * QUERIES / 2);
   std::vector<float> key_sums(dim * keys_up, 0.0f), value_sums(dim * keys_up, 0.0f);  // (dim, keys)
   for (i64 head = group * many; head < (group + 1) * many; ++head)
-    for (i64 first = 0; first < count; first += QUERIES) {
-      i64 rows = std::min(QUERIES, count - first), columns = up(first + rows, 64), rows_up = up(rows, 2);
-      const bf16* query = a.query + (start + first) * a.query_stride + head * dim;
-      i64 place = (start + first) * out_stride + head * dim;
+    for (i64 first = 0; first < here.queries; first += QUERIES) {
+      i64 rows = std::min(QUERIES, here.queries - first), columns = up(before + first + rows, 64), rows_up = up(rows, 2);
+      const bf16* query = a.query + (asking + first) * a.query_stride + head * dim;
+      i64 place = (asking + first) * out_stride + head * dim;
       product(rows, columns, dim / 2, (const u32*)query, a.query_stride / 2, keys.data(), keys_up,
               {weights.data(), keys_up, false});
       product(rows, columns, dim / 2, (const u32*)(grad + place), out_stride / 2, values.data(), keys_up,
@@ -256,10 +258,10 @@ void attend_backward(const Attention<bf16>& a, i64 start, i64 count, i64 group, 
       for (i64 row = 0; row < rows; ++row) {
         float *w = weights.data() + row * keys_up, *d = inner.data() + row * keys_up;
         const bf16 *o = out + place + row * out_stride, *g = grad + place + row * out_stride;
-        float log_sum = sums[head * a.tokens + start + first + row], delta = 0;
+        float log_sum = sums[head * a.tokens + asking + first + row], delta = 0;
 #pragma omp simd reduction(+ : delta)
         for (i64 i = 0; i < dim; ++i) delta += wide(o[i]) * wide(g[i]);
-        soften_back(w, d, first + row + 1, columns, a.scale, log_sum, delta);
+        soften_back(w, d, before + first + row + 1, columns, a.scale, log_sum, delta);
         narrow_row(d, slope_rows.data() + row * keys_up, columns);
       }
       for (i64 p = 0; p < rows_up / 2; ++p) {
@@ -288,24 +290,26 @@ void attend_backward(const Attention<bf16>& a, i64 start, i64 count, i64 group, 
 
 extern "C" {
 
-// Documents: `edges` has where each begins, and the end. Query and the others: (tokens, heads, dim) of bf16.
+// Query and the others: (tokens, heads, dim) of bf16; keys may be of more tokens than queries (attention.h).
 // out: (tokens, heads, dim); sums: (heads, tokens), what the backward pass needs.
 void duoka_attention_forward(const bf16* query, const bf16* key, const bf16* value, i64 query_stride, i64 key_stride,
-                             i64 value_stride, const std::int32_t* edges, i64 documents, i64 heads, i64 groups, i64 dim,
-                             i64 tokens, float scale, bf16* out, float* sums, int threads) {
+                             i64 value_stride, const std::int32_t* query_edges, const std::int32_t* key_edges,
+                             i64 documents, i64 heads, i64 groups, i64 dim, i64 tokens, float scale, bf16* out,
+                             float* sums, int threads) {
   Attention<bf16> a{query, key, value, query_stride, key_stride, value_stride, heads, groups, dim, tokens, scale};
-  each_document(edges, documents, groups, threads, [&](i64 start, i64 count, i64 group) {
-    attend_forward(a, start, count, group, out, sums);
+  each_document(query_edges, key_edges, documents, groups, threads, [&](Document here, i64 group) {
+    attend_forward(a, here, group, out, sums);
   });
 }
 
 void duoka_attention_backward(const bf16* query, const bf16* key, const bf16* value, i64 query_stride, i64 key_stride,
-                              i64 value_stride, const std::int32_t* edges, i64 documents, i64 heads, i64 groups, i64 dim,
-                              i64 tokens, float scale, const bf16* out, const bf16* grad, const float* sums,
-                              bf16* query_grad, bf16* key_grad, bf16* value_grad, int threads) {
+                              i64 value_stride, const std::int32_t* query_edges, const std::int32_t* key_edges,
+                              i64 documents, i64 heads, i64 groups, i64 dim, i64 tokens, float scale, const bf16* out,
+                              const bf16* grad, const float* sums, bf16* query_grad, bf16* key_grad, bf16* value_grad,
+                              int threads) {
   Attention<bf16> a{query, key, value, query_stride, key_stride, value_stride, heads, groups, dim, tokens, scale};
-  each_document(edges, documents, groups, threads, [&](i64 start, i64 count, i64 group) {
-    attend_backward(a, start, count, group, out, grad, sums, {query_grad, key_grad, value_grad});
+  each_document(query_edges, key_edges, documents, groups, threads, [&](Document here, i64 group) {
+    attend_backward(a, here, group, out, grad, sums, {query_grad, key_grad, value_grad});
   });
 }
 

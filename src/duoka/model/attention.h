@@ -50,12 +50,20 @@ inline void soften_back(float* weights, float* inner, i64 last, i64 columns, flo
   std::fill(inner + last, inner + columns, 0.0f);
 }
 
-// Every document's heads of one group are one thread's work. `edges` has where documents begin, and the end.
+// Of one document: its last `queries` tokens ask, all of its `keys` answer. Both end together.
+struct Document {
+  i64 first_query, queries, first_key, keys;
+  i64 before() const { return keys - queries; }
+};
+
+// Every document's heads of one group are one thread's work. Edges have where documents begin, and the end.
 template <class Work>
-void each_document(const std::int32_t* edges, i64 documents, i64 groups, int threads, Work work) {
+void each_document(const std::int32_t* query_edges, const std::int32_t* key_edges, i64 documents, i64 groups,
+                   int threads, Work work) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (i64 task = 0; task < documents * groups; ++task) {
-    i64 start = edges[task / groups], count = edges[task / groups + 1] - start;
-    if (count > 0) work(start, count, task % groups);
+    const std::int32_t *asking = query_edges + task / groups, *held = key_edges + task / groups;
+    Document one{asking[0], asking[1] - asking[0], held[0], held[1] - held[0]};
+    if (one.queries > 0) work(one, task % groups);
   }
 }

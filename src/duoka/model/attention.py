@@ -13,44 +13,19 @@ import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from duoka.model import native
+from duoka.model.documents import Documents
 from duoka.model.one_document import UNSAID, Scoring, attend_document, attend_stretch, find_window
+from duoka.model.prefixes import take_keys
 
 NAME = "duoka"
-_FEWEST = 64  # documents of a micro-batch, as compiled layers know them
 _HALF = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Where the documents of a packed row lie. Layers read it as it is: each question to the device would stop it."""
-
-    lengths: torch.Tensor  # (documents,) on the host; as numbers, a compiled layer would be compiled for each count
-    longest: int
-    edges: torch.Tensor  # (documents + 1,) int32, on the device
-
-    @classmethod
-    def of(cls, boundaries: torch.Tensor | Documents, device: torch.device) -> Documents:
-        """From where documents start and the row's end; what was measured before stays as it is."""
-        if isinstance(boundaries, Documents):
-            return boundaries
-        lengths = boundaries.cpu().diff()
-        return cls(lengths, int(lengths.max()), boundaries.to(device, torch.int32, non_blocking=True))
-
-    def with_room(self, longest: int) -> Documents:
-        """With empty documents behind, to the next power of two: code that is made for one number serves most others.
-
-        None of them is longer than `longest`, which stands in place of the length that was measured.
-        """
-        count = len(self.edges) - 1
-        room = max(_FEWEST, 1 << (count - 1).bit_length()) - count
-        return Documents(self.lengths, longest, torch.cat((self.edges, self.edges[-1:].expand(room))))
 
 
 class SequenceExchange(Protocol):
@@ -137,7 +112,9 @@ def attend(
 
     Of a row whose `documents` nobody measured, they are told by `cu_seq_lens_q`, as other attentions take them.
     """
-    if query.shape[2] != key.shape[2]:
+    if documents is not None and documents.keys is not None:
+        key, value = (take_keys(states.to(_dtype_of(states)), documents.keys.uses) for states in (key, value))
+    elif query.shape[2] != key.shape[2]:
         raise RuntimeError("duoka's attention is for training; load the model with attention='sdpa' to generate")
     if documents is None and cu_seq_lens_q is not None:
         documents = Documents.of(cu_seq_lens_q, query.device)
@@ -162,7 +139,7 @@ def _attend_by_own_kernel(
     if query.device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or how.is_written_out:
         return None
     rows, _, tokens, dim = query.shape
-    longest, count = (tokens, rows) if documents is None else (documents.longest, len(documents.lengths))
+    longest, count = (tokens, rows) if documents is None else (documents.longest_key, len(documents.lengths))
     if how.window is not None and how.window < longest:
         return None
     # Edges that do not fill the row are for torch's form to refuse.
@@ -170,7 +147,7 @@ def _attend_by_own_kernel(
         return None
     if not native.attention_fits(query, key, value, dtype, count, longest):
         return None
-    edges = documents.edges if documents is not None else torch.arange(rows + 1, dtype=torch.int32) * tokens
+    edges = documents.both_edges if documents is not None else (torch.arange(rows + 1, dtype=torch.int32) * tokens,) * 2
     inputs = (tensor.to(dtype) for tensor in (query, key, value))
     scale = how.scaling if how.scaling is not None else dim**-0.5
     answer: torch.Tensor = native.Attention.apply(*inputs, edges, scale)
@@ -183,7 +160,7 @@ def _attend_rows(
     """Of whole rows: (rows, tokens, heads, head_dim)."""
     if documents is None:
         return attend_document(query, key, value, how).transpose(1, 2)
-    if has_kernel_for(query, how):
+    if has_kernel_for(query, how, documents):
         return attend_all_documents(query, key, value, documents, how.scaling, how.window)
     if torch.compiler.is_compiling() and query.device.type == "cpu":
         uncompiled: torch.Tensor = _attend_apart_uncompiled(query, key, value, documents, how)
@@ -197,9 +174,12 @@ def _attend_apart(
     """One call per document: a quadratic cost of each document's length instead of the whole row's."""
     # Split, not sliced: the gradient of a slice is as large as the row.
     lengths = documents.lengths.tolist()
-    apart = zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True)
+    held = lengths if documents.keys is None else documents.keys.lengths.tolist()
+    apart = zip(query.split(lengths, dim=2), key.split(held, dim=2), value.split(held, dim=2), strict=True)
     if how.drop is None:
-        return torch.cat(tuple(attend_document(*one, how).transpose(1, 2) for one in apart), dim=1)
+        before = (all_keys - own for all_keys, own in zip(held, lengths, strict=True))
+        attended = (attend_document(*one, how, 0, ahead) for one, ahead in zip(apart, before, strict=True))
+        return torch.cat(tuple(part.transpose(1, 2) for part in attended), dim=1)
     starts = itertools.accumulate(lengths, initial=0)
     parts = [attend_document(*one, how, start).transpose(1, 2) for one, start in zip(apart, starts, strict=False)]
     return torch.cat(parts, dim=1)
@@ -263,14 +243,14 @@ def attend_all_documents(
 ) -> torch.Tensor:
     """One packed row in one launch: (1, heads, tokens, head_dim) in, (1, tokens, heads, head_dim) out."""
     varlen: Any = find_varlen()
-    places, longest = documents.edges, documents.longest
+    edges, longest = documents.both_edges, documents.longest_key
     dtype = _dtype_of(query)
     # Squeezed, not indexed: the gradient of an index is a row of zeros that is written first.
     flat = [tensor.squeeze(0).transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value)]
     # A window counts the token itself; the kernel counts what lies before it.
     behind = -1 if window is None or window > longest else window - 1
     out: torch.Tensor = varlen(
-        *flat, places, places, longest, longest, scale=scaling, window_size=(behind, 0),
+        *flat, *edges, documents.longest, longest, scale=scaling, window_size=(behind, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
     return out.unsqueeze(0)  # of (tokens, heads, dim)
@@ -295,16 +275,17 @@ def kernel_packets() -> tuple[Any, ...]:
     return () if packet is None else (packet,)
 
 
-def has_kernel_for(query: torch.Tensor, how: Scoring) -> bool:
+def has_kernel_for(query: torch.Tensor, how: Scoring, documents: Documents) -> bool:
     if not query.is_cuda or query.shape[0] != 1 or how.is_written_out:
         return False
-    return not why_no_kernel(query.device, _dtype_of(query), query.shape[-1])
+    case: Case = "plain" if documents.keys is None else "prefixes"
+    return not why_no_kernel(query.device, _dtype_of(query), query.shape[-1], case)
 
 
-def why_no_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, *, room: bool = False) -> str:
+def why_no_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, case: Case = "plain") -> str:
     """Why a GPU takes one call per document of a packed row; "": all go in one launch, where no `Scoring` forbids it.
 
-    `room`: also with empty documents behind them.
+    `case`: "room": also with empty documents behind them; "prefixes": with keys that several share.
     """
     if find_varlen() is None:
         return "this torch has no kernel for documents of any length"
@@ -312,7 +293,11 @@ def why_no_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, *, ro
         return f"its kernel knows bf16 and fp16, not {dtype}"
     if not kernel_works(device, dtype, head_dim):
         return f"its kernel does not answer as one call per document does, for heads of {head_dim}"
-    return "" if not room or kernel_works(device, dtype, head_dim, True) else "its kernel knows no empty documents"
+    if case == "plain" or kernel_works(device, dtype, head_dim, case):
+        return ""
+    return (
+        f"its kernel knows no {'empty documents' if case == 'room' else 'documents that see more keys than they ask'}"
+    )
 
 
 def _dtype_of(tensor: torch.Tensor) -> torch.dtype:
@@ -321,12 +306,13 @@ def _dtype_of(tensor: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
-WORKS: dict[tuple[torch.device, torch.dtype, int, bool], bool] = {}
+Case = Literal["plain", "room", "prefixes"]
+WORKS: dict[tuple[torch.device, torch.dtype, int, Case], bool] = {}
 
 
-def kernel_works(device: torch.device, dtype: torch.dtype, head_dim: int, room: bool = False) -> bool:
+def kernel_works(device: torch.device, dtype: torch.dtype, head_dim: int, case: Case = "plain") -> bool:
     """Tried once beside one call per document: a GPU or a head size that the kernel does not serve goes without."""
-    key = (device, dtype, head_dim, room)
+    key = (device, dtype, head_dim, case)
     if key not in WORKS:  # a table, not a cached function: compiled layers read it, and would trace the other
         # In a thread of its own: what a recomputed layer records of its operations must not hold those of a trial.
         with ThreadPoolExecutor(1) as aside:
@@ -334,21 +320,31 @@ def kernel_works(device: torch.device, dtype: torch.dtype, head_dim: int, room: 
     return WORKS[key]
 
 
-def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, room: bool) -> bool:
+def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, case: Case) -> bool:
     generator = torch.Generator().manual_seed(0)
-    shapes = ((1, 4, 24, head_dim), (1, 2, 24, head_dim), (1, 2, 24, head_dim))
+    documents, tokens = Documents.of(torch.tensor([0, 7, 24]), device), 24
+    if case == "room":
+        documents = documents.with_room(24)
+    elif case == "prefixes":  # the second document's first five tokens are the first one's
+        ids = torch.tensor([[*range(7), *range(5), *range(30, 42)]])
+        shortened = replace(documents, ids=ids).shortened()
+        assert shortened is not None
+        documents, tokens = shortened[1], 19
+    shapes = ((1, 4, tokens, head_dim), (1, 2, tokens, head_dim), (1, 2, tokens, head_dim))
     inputs = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
     query, key, value = inputs
-    parts = zip(*(tensor.split([7, 17], dim=2) for tensor in inputs), strict=True)
     try:
         with torch.enable_grad():
-            documents = Documents.of(torch.tensor([0, 7, 24]), device)
-            documents = documents.with_room(24) if room else documents
+            if documents.keys is not None:
+                key, value = (take_keys(one, documents.keys.uses) for one in (key, value))
             ours = attend_all_documents(query, key, value, documents, None, None)
-            alone = [attend_document(q, k, v, Scoring()).transpose(1, 2) for q, k, v in parts]
-            want = torch.cat(alone, dim=1)
+            want = _attend_apart(query, key, value, documents, Scoring())
             pairs = [(ours, want)]
-            pairs += zip(torch.autograd.grad(ours.sum(), inputs), torch.autograd.grad(want.sum(), inputs), strict=True)
+            pairs += zip(
+                torch.autograd.grad(ours.sum(), inputs, retain_graph=True),
+                torch.autograd.grad(want.sum(), inputs),
+                strict=True,
+            )
     except (RuntimeError, ValueError, TypeError):
         return False
     return all(torch.allclose(one.float(), two.float(), atol=0.03, rtol=0.03) for one, two in pairs)

@@ -104,8 +104,9 @@ std::vector<float> turned(const std::vector<float>& x, i64 rows, i64 dim) {
 }
 
 template <class T>
-void attend_forward(const Attention<T>& a, i64 start, i64 count, i64 group, T* out, float* sums) {
-  i64 dim = a.dim, many = a.heads / a.groups, room = up(count, LANES);
+void attend_forward(const Attention<T>& a, Document here, i64 group, T* out, float* sums) {
+  i64 dim = a.dim, many = a.heads / a.groups, count = here.keys, room = up(count, LANES);
+  i64 start = here.first_key, asking = here.first_query, before = here.before();
   std::vector<float> keys(count * dim), values(count * dim);
   widen_rows(a.key + start * a.key_stride + group * dim, count, dim, a.key_stride, keys.data());
   widen_rows(a.value + start * a.value_stride + group * dim, count, dim, a.value_stride, values.data());
@@ -113,22 +114,23 @@ void attend_forward(const Attention<T>& a, i64 start, i64 count, i64 group, T* o
   std::vector<float> queries(QUERIES * dim), scores(QUERIES * room), answers(QUERIES * dim);
   Right by_keys{panels.data(), PANEL, PANEL * dim}, by_values{values.data(), dim, PANEL};
   for (i64 head = group * many; head < (group + 1) * many; ++head)
-    for (i64 first = 0; first < count; first += QUERIES) {
-      i64 rows = std::min(QUERIES, count - first), seen = first + rows, columns = up(seen, LANES);
-      widen_rows(a.query + (start + first) * a.query_stride + head * dim, rows, dim, a.query_stride, queries.data());
+    for (i64 first = 0; first < here.queries; first += QUERIES) {
+      i64 rows = std::min(QUERIES, here.queries - first), seen = before + first + rows, columns = up(seen, LANES);
+      widen_rows(a.query + (asking + first) * a.query_stride + head * dim, rows, dim, a.query_stride, queries.data());
       product(rows, columns, dim, {queries.data(), dim, 1}, by_keys, {scores.data(), room, false});
       for (i64 row = 0; row < rows; ++row)
-        sums[head * a.tokens + start + first + row] =
-            soften(scores.data() + row * room, first + row + 1, columns, a.scale);
+        sums[head * a.tokens + asking + first + row] =
+            soften(scores.data() + row * room, before + first + row + 1, columns, a.scale);
       product(rows, dim, seen, {scores.data(), room, 1}, by_values, {answers.data(), dim, false});
-      put_rows(answers.data(), rows, dim, a.heads * dim, out + ((start + first) * a.heads + head) * dim);
+      put_rows(answers.data(), rows, dim, a.heads * dim, out + ((asking + first) * a.heads + head) * dim);
     }
 }
 
 template <class T>
-void attend_backward(const Attention<T>& a, i64 start, i64 count, i64 group, const T* out, const T* grad,
-                     const float* sums, Slopes<T> slopes) {
-  i64 dim = a.dim, many = a.heads / a.groups, room = up(count, LANES), out_stride = a.heads * dim;
+void attend_backward(const Attention<T>& a, Document here, i64 group, const T* out, const T* grad, const float* sums,
+                     Slopes<T> slopes) {
+  i64 dim = a.dim, many = a.heads / a.groups, count = here.keys, room = up(count, LANES), out_stride = a.heads * dim;
+  i64 start = here.first_key, asking = here.first_query, before = here.before();
   std::vector<float> keys(count * dim), values(count * dim), key_sums(count * dim), value_sums(count * dim);
   widen_rows(a.key + start * a.key_stride + group * dim, count, dim, a.key_stride, keys.data());
   widen_rows(a.value + start * a.value_stride + group * dim, count, dim, a.value_stride, values.data());
@@ -137,10 +139,10 @@ void attend_backward(const Attention<T>& a, i64 start, i64 count, i64 group, con
   std::vector<float> weights(QUERIES * room), inner(QUERIES * room);
   Right by_keys{key_panels.data(), PANEL, PANEL * dim}, by_values{value_panels.data(), PANEL, PANEL * dim};
   for (i64 head = group * many; head < (group + 1) * many; ++head)
-    for (i64 first = 0; first < count; first += QUERIES) {
-      i64 rows = std::min(QUERIES, count - first), seen = first + rows, columns = up(seen, LANES);
-      i64 place = (start + first) * out_stride + head * dim;
-      widen_rows(a.query + (start + first) * a.query_stride + head * dim, rows, dim, a.query_stride, queries.data());
+    for (i64 first = 0; first < here.queries; first += QUERIES) {
+      i64 rows = std::min(QUERIES, here.queries - first), seen = before + first + rows, columns = up(seen, LANES);
+      i64 place = (asking + first) * out_stride + head * dim;
+      widen_rows(a.query + (asking + first) * a.query_stride + head * dim, rows, dim, a.query_stride, queries.data());
       widen_rows(grad + place, rows, dim, out_stride, grads.data());
       widen_rows(out + place, rows, dim, out_stride, answers.data());
       product(rows, columns, dim, {queries.data(), dim, 1}, by_keys, {weights.data(), room, false});
@@ -149,8 +151,8 @@ void attend_backward(const Attention<T>& a, i64 start, i64 count, i64 group, con
         float delta = 0;
 #pragma omp simd reduction(+ : delta)
         for (i64 i = row * dim; i < (row + 1) * dim; ++i) delta += answers[i] * grads[i];
-        float log_sum = sums[head * a.tokens + start + first + row];
-        soften_back(weights.data() + row * room, inner.data() + row * room, first + row + 1, columns, a.scale, log_sum,
+        float log_sum = sums[head * a.tokens + asking + first + row];
+        soften_back(weights.data() + row * room, inner.data() + row * room, before + first + row + 1, columns, a.scale, log_sum,
                     delta);
       }
       product(rows, dim, seen, {inner.data(), room, 1}, {keys.data(), dim, PANEL}, {answers.data(), dim, false});
@@ -167,35 +169,35 @@ void attend_backward(const Attention<T>& a, i64 start, i64 count, i64 group, con
 
 extern "C" {
 
-// Query, key, value, out and their gradients: (tokens, heads, dim), fp32 or bf16; sums: (heads, tokens), what the
-// backward pass needs.
+// Query, key, value, out and their gradients: (tokens, heads, dim), fp32 or bf16; keys may be of more tokens than queries
+// (attention.h). sums: (heads, tokens), what the backward pass needs.
 void duoka_wide_attention_forward(const void* query, const void* key, const void* value, i64 query_stride,
-                                  i64 key_stride, i64 value_stride, const std::int32_t* edges, i64 documents, i64 heads,
-                                  i64 groups, i64 dim, i64 tokens, float scale, void* out, float* sums, int is_wide,
-                                  int threads) {
+                                  i64 key_stride, i64 value_stride, const std::int32_t* query_edges,
+                                  const std::int32_t* key_edges, i64 documents, i64 heads, i64 groups, i64 dim,
+                                  i64 tokens, float scale, void* out, float* sums, int is_wide, int threads) {
   auto run = [&](auto kind) {
     using T = decltype(kind);
     Attention<T> a{(const T*)query, (const T*)key, (const T*)value, query_stride, key_stride, value_stride,
                    heads, groups, dim, tokens, scale};
-    each_document(edges, documents, groups, threads, [&](i64 start, i64 count, i64 group) {
-      attend_forward(a, start, count, group, (T*)out, sums);
+    each_document(query_edges, key_edges, documents, groups, threads, [&](Document here, i64 group) {
+      attend_forward(a, here, group, (T*)out, sums);
     });
   };
   is_wide ? run(float()) : run(bf16());
 }
 
 void duoka_wide_attention_backward(const void* query, const void* key, const void* value, i64 query_stride,
-                                   i64 key_stride, i64 value_stride, const std::int32_t* edges, i64 documents, i64 heads,
-                                   i64 groups, i64 dim, i64 tokens, float scale, const void* out, const void* grad,
-                                   const float* sums, void* query_grad, void* key_grad, void* value_grad, int is_wide,
-                                   int threads) {
+                                   i64 key_stride, i64 value_stride, const std::int32_t* query_edges,
+                                   const std::int32_t* key_edges, i64 documents, i64 heads, i64 groups, i64 dim,
+                                   i64 tokens, float scale, const void* out, const void* grad, const float* sums,
+                                   void* query_grad, void* key_grad, void* value_grad, int is_wide, int threads) {
   auto run = [&](auto kind) {
     using T = decltype(kind);
     Attention<T> a{(const T*)query, (const T*)key, (const T*)value, query_stride, key_stride, value_stride,
                    heads, groups, dim, tokens, scale};
     Slopes<T> slopes{(T*)query_grad, (T*)key_grad, (T*)value_grad};
-    each_document(edges, documents, groups, threads, [&](i64 start, i64 count, i64 group) {
-      attend_backward(a, start, count, group, (const T*)out, (const T*)grad, sums, slopes);
+    each_document(query_edges, key_edges, documents, groups, threads, [&](Document here, i64 group) {
+      attend_backward(a, here, group, (const T*)out, (const T*)grad, sums, slopes);
     });
   };
   is_wide ? run(float()) : run(bf16());

@@ -20,8 +20,9 @@ from duoka.config.adapters import read_held
 from duoka.errors import ConfigError
 from duoka.hub.new_model import is_new
 from duoka.model.adapters import Earlier, refuse_unread
-from duoka.model.attention import Documents, SequenceExchange, register_attention
+from duoka.model.attention import SequenceExchange, register_attention
 from duoka.model.chunks import Places
+from duoka.model.documents import Documents
 from duoka.model.drawing import check_harmless, has_drawn, read_generators
 from duoka.model.dropout import count_dropout
 from duoka.model.experts import use_own_experts
@@ -39,6 +40,7 @@ from duoka.model.lora import apply_lora, keep_earlier, quiet_adapters, without_p
 from duoka.model.loss import LIKELIHOOD, Goal
 from duoka.model.own_lengths import use_own_lengths
 from duoka.model.pipeline_stages import PipelineStages
+from duoka.model.prefixes import ShortRow
 from duoka.model.quantize import Quantization, compute_in
 from duoka.model.random_init import random_weights
 from duoka.model.reading import read_adapted, read_model
@@ -179,6 +181,8 @@ class LossModel(torch.nn.Module):
 
     stages: PipelineStages | None = None
     steady: Steady | None = None  # where layers are compiled for rows of one length
+    no_sharing = "nobody allowed it"  # why documents' common prefixes are computed in each; "": once (prefixes.py)
+    num_shared = 0  # tokens of passes with gradients that were left out so
 
     def __init__(self, lm: torch.nn.Module, goal: Goal = LIKELIHOOD, *, own_logits: bool = False) -> None:
         super().__init__()
@@ -211,6 +215,12 @@ class LossModel(torch.nn.Module):
         `logps`, `entropy`: (log p of each target, None or the entropy there), shaped as the labels, 0 elsewhere.
         Of a `stage` before the last: (hidden states, None).
         """
+        short = self._shorten(boundaries)
+        if short is not None:
+            row, boundaries = short
+            input_ids, position_ids = input_ids[:, row.kept], position_ids[:, row.kept]
+            places = (places or Places.of(labels)).in_short_row(row.keys.places)
+            token_keys = None if token_keys is None else token_keys[:, row.kept]
         entry = input_ids if hidden is None else hidden
         inputs = (entry, labels, position_ids, boundaries, places, answer, temperature)
 
@@ -276,6 +286,17 @@ class LossModel(torch.nn.Module):
             bend = self.bend.over(temperature)
             return use(apply_head_to_logps, hidden, labels, places, bend, answer == "entropy")  # type: ignore[no-any-return]
         return use(apply_head, hidden, labels, places, self.bend, self.goal)  # type: ignore[no-any-return]
+
+    def _shorten(self, boundaries: torch.Tensor | Documents | None) -> tuple[ShortRow, Documents] | None:
+        """The row that is computed in this pass in place of a whole one; None where that is the whole row."""
+        is_dropping = self.training and self.drops is not None
+        if self.no_sharing or is_dropping or not isinstance(boundaries, Documents):
+            return None
+        short = boundaries.shortened()
+        if short is not None and torch.is_grad_enabled():
+            row = short[0]
+            self.num_shared += len(row.keys.places) - len(row.kept)
+        return short
 
     def next_token(self, input_ids: torch.Tensor, hidden: torch.Tensor | None = None) -> int:
         """The likeliest token after one row (1, tokens); the last stage of a pipeline takes `hidden` states of it.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -67,10 +67,15 @@ class Places:
     """
 
     index: torch.Tensor  # (targets,) on the device
+    states: torch.Tensor | None = None  # (targets,) whose states each is predicted from, where rows are shortened
 
     @classmethod
     def of(cls, labels: torch.Tensor) -> Places:
         return cls((labels.reshape(-1) != IGNORED).nonzero().squeeze(1))
+
+    def in_short_row(self, places: torch.Tensor) -> Places:
+        """`places`: of each token of the whole row, where it is computed."""
+        return replace(self, states=places[self.index])
 
 
 def take_targets(
@@ -81,12 +86,15 @@ def take_targets(
     vocabulary: Vocabulary = WHOLE,
 ) -> Targets:
     flat = labels.reshape(-1)
-    chosen = (places or Places.of(labels)).index
+    places = places or Places.of(labels)
+    chosen, states = places.index, places.states
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
         rows = tensor.reshape(-1, tensor.shape[-1])
         if torch.is_autocast_enabled(rows.device.type):
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+        if states is not None:
+            return vocabulary.spread(rows[states])
         # All rows are targets in pretraining: no copy then.
         return vocabulary.spread(rows if len(chosen) == len(flat) else rows[chosen])
 

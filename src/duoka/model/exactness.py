@@ -24,6 +24,7 @@ from duoka.errors import ConfigError
 from duoka.model.attention import NAME, register_attention, register_blind_attention, register_watched_attention
 from duoka.model.build import LossModel, quiet_loading
 from duoka.model.chunks import IGNORED
+from duoka.model.documents import Documents
 from duoka.model.own_lengths import find_stretch
 from duoka.model.pipeline_stages import cut_model
 from duoka.model.tiny_copy import SPECIAL, VOCABULARY, build_tiny, count_parameters, tiny_config
@@ -38,6 +39,7 @@ LAYOUTS: tuple[LayOut, ...] = ("packed", "padded", "as written")
 TOLERANCE = 1e-3
 # Longer than the short windows and chunks of a tiny copy, and of different lengths, so that one of them is padded.
 _LENGTHS = (11, 14)
+_ALIKE = 5
 _MOST_PARAMETERS = 200_000_000  # of a copy whose widths could not be made small: a second of one core
 
 # Whatever the code of an architecture may end with on inputs that it doesn't take; what is no Exception goes on.
@@ -88,6 +90,7 @@ class SelfTest:
         self._trust = trust_remote_code
         self._documents = _draw_documents()
         self._done: dict[LayOut, LayoutTrial] = {}
+        self._shared = ""  # why packed documents' common prefix cannot be computed once
         self._tiny, self._alone = self._find_copy(config)
         self.stretched_from = find_stretch(config)  # tokens; None: its rotary embedding is one for all lengths
 
@@ -98,6 +101,14 @@ class SelfTest:
             if self._done[layout].is_exact:
                 self._alone = None  # nobody asks further: its weights and gradients need not stay
         return self._done[layout]
+
+    def why_no_sharing(self) -> str:
+        """Why what packed documents begin with alike is computed in each of them; "": once is exact."""
+        if not self.trial("packed").is_exact:
+            return "documents are not packed"
+        if self.stretched_from is not None:
+            return "its rotary embedding depends on how long a document is"
+        return self._shared
 
     @functools.cached_property
     def pieces(self) -> LayoutTrial:
@@ -195,8 +206,10 @@ class SelfTest:
         batch = (_pack if layout == "packed" else _pad)(self._documents)
         trials = []
         for own_logits in (False, True):
-            trials.append(_measure(model, batch, own_logits, alone))
+            trials.append(_measure(LossModel(model, own_logits=own_logits), batch, own_logits, alone))
             if trials[-1].is_exact:
+                if layout == "packed":
+                    self._shared = _try_sharing(model, batch, own_logits, alone)
                 return trials[-1]
         best = min(trials, key=lambda one: one.error)
         return best if best.why else LayoutTrial(best.error, best.own_logits, self._reason(layout, batch))
@@ -233,8 +246,11 @@ KNOWN: dict[str, SelfTest] = {}
 
 
 def _draw_documents() -> list[torch.Tensor]:
+    """They begin alike, so that this may be computed once."""
     numbers = torch.Generator().manual_seed(2)
-    return [torch.randint(SPECIAL, VOCABULARY, (length,), generator=numbers) for length in _LENGTHS]
+    documents = [torch.randint(SPECIAL, VOCABULARY, (length,), generator=numbers) for length in _LENGTHS]
+    documents[1][:_ALIKE] = documents[0][:_ALIKE]
+    return documents
 
 
 def _loss_alone(model: torch.nn.Module, documents: list[torch.Tensor]) -> torch.Tensor:
@@ -246,11 +262,22 @@ def _loss_alone(model: torch.nn.Module, documents: list[torch.Tensor]) -> torch.
     return total
 
 
-def _measure(model: torch.nn.Module, batch: dict[str, torch.Tensor], own_logits: bool, alone: _Alone) -> LayoutTrial:
+def _try_sharing(model: torch.nn.Module, batch: dict[str, torch.Tensor], own_logits: bool, alone: _Alone) -> str:
+    ids, whole = batch["input_ids"], LossModel(model, own_logits=own_logits)
+    whole.no_sharing = ""
+    trial = _measure(
+        whole, {**batch, "boundaries": Documents.of(batch["boundaries"], ids.device, ids)}, own_logits, alone
+    )
+    if not trial.is_exact:
+        return f"its layers look at more than the keys of a document ({trial.sentence()})"
+    return "" if whole.num_shared else "dropout in its layers is drawn for each sample"
+
+
+def _measure(model: LossModel, batch: dict[str, Any], own_logits: bool, alone: _Alone) -> LayoutTrial:
     try:
         with torch.enable_grad():
-            loss, _ = LossModel(model, own_logits=own_logits)(**batch)
-        gradients = _gradients(model, loss)
+            loss, _ = model(**batch)
+        gradients = _gradients(model.lm, loss)
     except _BREAKS as error:
         return LayoutTrial(math.inf, own_logits, _why(error))
     off = max(abs(float(loss.detach()) / alone.loss - 1), _distance(gradients, alone.gradients))

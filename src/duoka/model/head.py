@@ -124,6 +124,7 @@ def _take_logits(
     logits: torch.Tensor, labels: torch.Tensor, places: Places | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(logits of target positions, their labels, their places among all), at least in fp32."""
-    chosen = (places or Places.of(labels)).index
-    rows = logits.flatten(0, -2)[chosen]
+    places = places or Places.of(labels)
+    chosen = places.index
+    rows = logits.flatten(0, -2)[chosen if places.states is None else places.states]
     return rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows, labels.flatten()[chosen], chosen

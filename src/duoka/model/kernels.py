@@ -21,6 +21,7 @@ from duoka.model.fused import fused_parts
 from duoka.model.layers import Absent
 from duoka.plan.kernels import BENT, LIGER_PARTS, USUAL, Facts, why_no_plain_loss
 from duoka.plan.layout import Layout
+from duoka.plan.prefixes import may_share
 from duoka.plan.shape import ModelShape
 
 
@@ -58,6 +59,8 @@ def look(bare: Any, config: RunConfig, layout: Layout, device: torch.device) -> 
         adapters=config.lora is not None,
         adapters_beside_others="adapters" not in fused,
         drops=config.lora is not None and config.lora.dropout > 0,
+        shares=may_share(config, layout),
+        no_sharing=getattr(bare, "no_sharing", ""),
         own_logits=isinstance(bare, LossModel) and not bare.has_plain_head,
         no_plain_loss=why_no_plain_loss(config) or _why_no_plain_head(bare, layout),
     )
@@ -98,7 +101,7 @@ def why_no_launch(core: Any, layout: Layout, device: torch.device, *, room: bool
         device,
         BY_PRECISION[layout.precision],
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        room=room,
+        "room" if room else "plain",
     )
 
 

@@ -204,4 +204,27 @@ void duoka_drop(const void* x, void* out, const i64* keys, i64 place, i64 tokens
     }
   }
 }
+
+// Row r of `to` is the sum of rows order[begins[r]] to order[begins[r + 1]] of `from`, each of `width` numbers.
+void duoka_sum_rows(const void* from, const i64* order, const i64* begins, void* to, i64 rows, i64 width, int is_wide,
+                    int threads) {
+  auto run = [&](auto kind) {
+    using T = decltype(kind);
+#pragma omp parallel num_threads(threads)
+    {
+      std::vector<float> sum(width);
+#pragma omp for schedule(static)
+      for (i64 row = 0; row < rows; ++row) {
+        std::fill(sum.begin(), sum.end(), 0.0f);
+        for (i64 at = begins[row]; at < begins[row + 1]; ++at) {
+          const T* one = (const T*)from + order[at] * width;
+#pragma omp simd
+          for (i64 i = 0; i < width; ++i) sum[i] += wide(one[i]);
+        }
+        for (i64 i = 0; i < width; ++i) put((T*)to + row * width + i, sum[i]);
+      }
+    }
+  };
+  is_wide ? run(float()) : run(bf16());
+}
 }

@@ -46,17 +46,19 @@ _SIGNATURES: Mapping[str, list[Any]] = {
     "add": [_P, _P, _I, _N],
     "drop": [_P, _P, _P, _I, _I, _I, _I, _N, _N],
     "adamw": [_P, _P, _P, _P, _I, _I, _I, *[_F] * 7, _N],
-    "wide_attention_forward": [_P, _P, _P, _I, _I, _I, _P, _I, _I, _I, _I, _I, _F, _P, _P, _N, _N],
-    "wide_attention_backward": [_P, _P, _P, _I, _I, _I, _P, _I, _I, _I, _I, _I, _F, _P, _P, _P, _P, _P, _P, _N, _N],
+    "sum_rows": [_P, _P, _P, _P, _I, _I, _N, _N],
+    "wide_attention_forward": [_P, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P, _N, _N],
+    "wide_attention_backward": [_P, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P, _P, _P, _P, _P, _N, _N],
     "attend_rows": [_P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _N, _N],
     "multiply_rows": [_P, _P, _P, _P, _I, _I, _I, _N, _N],
 }
 _NARROW_ATTENTION: Mapping[str, list[Any]] = {
-    "attention_forward": [_P, _P, _P, _I, _I, _I, _P, _I, _I, _I, _I, _I, _F, _P, _P, _N],
-    "attention_backward": [_P, _P, _P, _I, _I, _I, _P, _I, _I, _I, _I, _I, _F, _P, _P, _P, _P, _P, _P, _N],
+    "attention_forward": [_P, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P, _N],
+    "attention_backward": [_P, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P, _P, _P, _P, _P, _N],
 }
 # Of one document, where products are fp32's: each thread keeps six forms of its keys, and torch's is as fast by then.
 _LONGEST_WIDE = 8192
+Edges = tuple[torch.Tensor, torch.Tensor]
 OWN_ATTENTION = "attends_by_own_kernel"  # on an attention module: `Attention` may compute it
 
 
@@ -310,12 +312,24 @@ def adamw_(
     _library().adamw(*map(_at, numbers), numbers[0].numel(), first, key, *factors, torch.get_num_threads())
 
 
+def sum_rows(rows: torch.Tensor, order: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+    """(n, width), contiguous: row r is the sum of the rows order[begins[r]:begins[r + 1]], in fp32."""
+    out = torch.empty((len(begins) - 1, rows.shape[1]), dtype=rows.dtype)
+    _library().sum_rows(
+        _at(rows), _at(order), _at(begins), _at(out), len(out), rows.shape[1], _is_wide(rows), torch.get_num_threads()
+    )
+    return out
+
+
 class Attention(torch.autograd.Function):
-    """Causal, each document for itself: (rows, heads, tokens, dim) in fp32 or bf16, (rows, tokens, heads, dim) out."""
+    """Causal, each document for itself: (rows, heads, tokens, dim) in fp32 or bf16, (rows, tokens, heads, dim) out.
+
+    `edges`: where documents begin, and the end, of queries and of keys; one with more keys asks for its last tokens.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: torch.Tensor, scale: float
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: Edges, scale: float
     ) -> torch.Tensor:
         inputs = tuple(laid_by_token(one) for one in (query, key, value))
         rows, heads, tokens, dim = query.shape
@@ -323,17 +337,17 @@ class Attention(torch.autograd.Function):
         sums = torch.empty((heads, rows * tokens), dtype=torch.float32)
         call, rest = _attention("forward", out)
         call(*_lie(inputs, edges), scale, _at(out), _at(sums), *rest)
-        ctx.save_for_backward(*inputs, edges, out, sums)
+        ctx.save_for_backward(*inputs, *edges, out, sums)
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        *inputs, edges, out, sums = ctx.saved_tensors
+        query, key, value, *edges, out, sums = ctx.saved_tensors
+        inputs, grad = (query, key, value), grad.contiguous()
         slopes = [torch.empty(one.transpose(1, 2).shape, dtype=out.dtype) for one in inputs]
-        grad = grad.contiguous()
         call, rest = _attention("backward", out)
-        call(*_lie(inputs, edges), ctx.scale, _at(out), _at(grad), _at(sums), *(_at(one) for one in slopes), *rest)
+        call(*_lie(inputs, edges), ctx.scale, _at(out), _at(grad), _at(sums), *map(_at, slopes), *rest)
         return *(one.transpose(1, 2) for one in slopes), None, None
 
 
@@ -355,12 +369,13 @@ def laid_by_token(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _lie(inputs: Any, edges: torch.Tensor) -> tuple[Any, ...]:
+def _lie(inputs: Any, edges: Any) -> tuple[Any, ...]:
     query, key, _ = inputs
     rows, heads, tokens, dim = query.shape
     strides = (one.stride(2) for one in inputs)
     return (
-        *(_at(one) for one in inputs), *strides, _at(edges), len(edges) - 1, heads, key.shape[1], dim, rows * tokens,
+        *(_at(one) for one in inputs), *strides, *map(_at, edges), len(edges[0]) - 1, heads, key.shape[1], dim,
+        rows * tokens,
     )  # fmt: skip
 
 
@@ -376,5 +391,5 @@ def attention_fits(
     if longest > _LONGEST_WIDE and not (_library().has_narrow_attention and dtype is torch.bfloat16):
         return False
     heads, groups, dim = query.shape[1], key.shape[1], query.shape[-1]
-    fits = dim % 16 == 0 and dim == value.shape[-1] and heads % groups == 0 and query.shape[2] == key.shape[2]
+    fits = dim % 16 == 0 and dim == value.shape[-1] and heads % groups == 0
     return fits and num_documents * groups >= torch.get_num_threads()

@@ -32,10 +32,11 @@ class RowChoice:
 @dataclass(frozen=True)
 class Passes:
     """How a model's passes are computed: by which attention, and whether the loss takes the model's own logits,
-    because our head is not all that it does after its layers."""
+    because our head is not all that it does after its layers; and whether common prefixes may be computed once."""
 
     attention: str = NAME
     own_logits: bool = False
+    no_sharing: str = ""  # why what documents begin with alike is computed in each of them
 
 
 def choose_rows(config: RunConfig, folder: Path) -> RowChoice:
@@ -115,7 +116,7 @@ def find_passes(model: ModelConfig, folder: Path, packing: bool) -> Passes:
     tested = check_architecture(folder, trust_remote_code=model.trust_remote_code)
     layout = tested.layout_for(packing=packing)
     attention = tested.written_attention if layout == "as written" else NAME
-    return Passes(attention, tested.trial(layout).own_logits)
+    return Passes(attention, tested.trial(layout).own_logits, tested.why_no_sharing() if packing else "")
 
 
 def check_stages(model: ModelConfig, folder: Path) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from duoka.model.attention import Documents
 from duoka.model.build import Answer, LossModel
 from duoka.model.chunks import Places
+from duoka.model.documents import Documents
 
 
 class ScoreModel(LossModel):
@@ -32,6 +32,7 @@ class ScoreModel(LossModel):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         core: Any = self.core
         options: dict[str, Any] = {"use_cache": False, "position_ids": position_ids, "input_ids": entry}
+        documents = None
         if boundaries is not None:
             documents = Documents.of(boundaries, entry.device)
             options.update(documents=documents, cu_seq_lens_q=documents.edges, cu_seq_lens_k=documents.edges)
@@ -41,4 +42,4 @@ class ScoreModel(LossModel):
             # Under adapters the head lies there twice, as it came and as it is trained.
             weight = max(core.score.parameters(), key=lambda one: one.requires_grad)
             scores: torch.Tensor = core.score(hidden.to(weight.dtype)).squeeze(-1).float()
-        return scores, None
+        return scores if documents is None else documents.expand(scores), None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from duoka.model.attention import Documents
+from duoka.model.documents import Documents
 
 
 @dataclass

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from duoka.model.attention import Documents
 from duoka.model.build import Answer, LossModel
 from duoka.model.chunks import Places
+from duoka.model.documents import Documents
 
 FILE = "value_head.safetensors"  # beside a model's own files, by the name and keys that TRL has for it
 
@@ -52,5 +52,7 @@ class ValueModel(LossModel):
         # Outside of autocast: a value in half precision has too few digits for differences of neighbors.
         with torch.autocast(entry.device.type, enabled=False):
             values = head(seen[0].to(head.weight.dtype)).squeeze(-1)  # called: sharded by itself it gathers then
+        if isinstance(boundaries, Documents):
+            values = boundaries.expand(values)
         assert entropy is not None
         return logps, torch.stack((entropy.to(values.dtype), values))

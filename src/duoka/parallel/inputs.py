@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from duoka.data.feed.loader import Batch
-from duoka.model.attention import Documents
 from duoka.model.chunks import Places
+from duoka.model.documents import Documents
 
 
 def model_inputs(micro: Batch, device: torch.device) -> dict[str, Any]:
@@ -21,5 +21,5 @@ def model_inputs(micro: Batch, device: torch.device) -> dict[str, Any]:
         "places": None if micro.target_places is None else Places(micro.target_places.to(device, non_blocking=True)),
         # Measured while they are on the host: DDP and FSDP bring every tensor to the device, and to ask it for them
         # back would wait for all that it has to do.
-        "boundaries": None if micro.boundaries is None else Documents.of(micro.boundaries, device),
+        "boundaries": None if micro.boundaries is None else Documents.of(micro.boundaries, device, micro.input_ids),
     }

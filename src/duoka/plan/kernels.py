@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from duoka.config.schema import RunConfig
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout
+from duoka.plan.prefixes import may_share, why_no_sharing
 from duoka.plan.recipe import Work
 from duoka.plan.sizes import ModelShape
 
@@ -39,6 +40,8 @@ class Facts:
     own_logits: bool = False  # the loss is taken from logits that the model computes itself
     no_plain_loss: str = ""  # likelihood of the targets alone
     no_native: str = ""  # compiled kernels, on a CPU
+    shares: bool = False  # samples of a row may begin alike
+    no_sharing: str = ""  # of what they begin with
     no_documents: str = ""  # attention over all documents of a packed row in one launch, on a GPU
     no_liger: Mapping[str, str] = field(default_factory=dict)  # by part; a part that is not named is there
     no_triton: str = ""  # the loss's slope in one kernel of duoka's, on a GPU
@@ -123,6 +126,10 @@ TABLE: Mapping[str, tuple[Way, ...]] = {
         Way("torch, one call per document", _when(lambda facts: facts.packing)),
         Way("torch", _when(lambda facts: True)),
     ),
+    "prefixes": (
+        Way("computed once for all samples of a micro-batch", lambda facts: facts.no_sharing),
+        Way("computed in each sample", _when(lambda facts: True)),
+    ),
     "norm": (
         _COMPILED, _liger("norm"), _fused("norm", "torch, in one kernel", "cuda"), _native("norm"),
         _fused("norm", "duoka", "cpu"), _AS_WRITTEN,
@@ -151,6 +158,7 @@ TABLE: Mapping[str, tuple[Way, ...]] = {
     ),
 }  # fmt: skip
 _IS_THERE: Mapping[str, Callable[[Facts], bool]] = {
+    "prefixes": lambda facts: facts.shares,
     "adapters": lambda facts: facts.adapters,
     "dropout": lambda facts: facts.drops,
 }
@@ -226,6 +234,8 @@ def expected(config: RunConfig, work: Work, layout: Layout, machine: Machine) ->
         drops=config.lora is not None and config.lora.dropout > 0,
         no_plain_loss=why_no_plain_loss(config) or (BENT if work.shape.bent_logits else ""),
         no_native="" if work.has_kernels else "no C++ compiler (duoka doctor)",
+        shares=may_share(config, layout),
+        no_sharing=why_no_sharing(config, layout),
         no_documents=wide,
         no_liger=dict.fromkeys(LIGER_PARTS, machine.no_liger) if machine.no_liger else {},
         no_triton=machine.no_triton,

@@ -20,7 +20,7 @@ from duoka.config.schema import RunConfig
 from duoka.data.feed.loader import Batch, GlobalBatch
 from duoka.data.feed.token_keys import PADDING_KEY
 from duoka.errors import ConfigError
-from duoka.model.build import find_core
+from duoka.model.build import LossModel, find_core
 from duoka.parallel.engine import Engine
 from duoka.parallel.objective import LooksAhead, Objective, Sums
 from duoka.parallel.precision import compute_in
@@ -54,6 +54,8 @@ def build_objective(config: RunConfig, engine: Engine, stage: Objective) -> Call
             where="train.compile is on, or parallel.strategy is dp",
             fix=f"{fix}   or delete the other",
         )
+    if isinstance(engine.bare, LossModel):
+        engine.bare.no_sharing = "the balancing loss counts the tokens of each sample"
     return Balance(engine, stage, routers, coefficient).objective_of
 
 

@@ -60,7 +60,7 @@ class Recorder:
             run.path.resolve().name, run.path, total_steps, first_step, world.size, _public_values(loaded),
             goes_on=True,
         )  # fmt: skip
-        self._window: list[tuple[int, float]] = []
+        self._window: list[tuple[int, int, float]] = []  # tokens, shared ones, seconds
         self._num_steps = 0
         self._cpu_s = time.process_time()
 
@@ -89,10 +89,12 @@ class Recorder:
         )
         if not self.world.is_main:
             return
-        self._window = [*self._window[1 - _RECENT :], (numbers["num_tokens"], step_s)]
-        tokens, seconds = (sum(part) for part in zip(*self._window, strict=True))
-        mfu = self._mfu(numbers["num_tokens"] / step_s)
+        self._window = [*self._window[1 - _RECENT :], (numbers["num_tokens"], result.num_shared, step_s)]
+        tokens, shared, seconds = (sum(part) for part in zip(*self._window, strict=True))
+        computed = numbers["num_tokens"] - result.num_shared
+        mfu = self._mfu(computed / step_s)
         own |= {} if mfu is None else {"mfu": round(mfu, 5)}
+        own |= {"shared_tokens": result.num_shared} if result.num_shared else {}
         self._sinks.step(
             StepNumbers(
                 step=state.step,
@@ -103,7 +105,7 @@ class Recorder:
                 step_s=step_s,
                 memory_bytes=memory_bytes,
                 recent_tokens_per_s=tokens / seconds,
-                recent_mfu=self._mfu(tokens / seconds),
+                recent_mfu=self._mfu((tokens - shared) / seconds),
                 eta_s=seconds / len(self._window) * (self.total_steps - state.step),
             )
         )

@@ -46,6 +46,7 @@ from duoka.plan.catalog import local_cluster
 from duoka.plan.hardware import read_machine
 from duoka.plan.kernels import Chosen, choose_kernels
 from duoka.plan.offload import offload_folder, with_disk
+from duoka.plan.prefixes import why_no_sharing
 from duoka.plan.report import Plan, make_plan
 from duoka.plan.shape import read_shape
 from duoka.process.rank import is_restarted
@@ -295,6 +296,7 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
     whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}
     matrices = whole if config.optim.name == "muon" else ()
     model = stage.wrap(lm, own_logits=passes.own_logits)
+    model.no_sharing = why_no_sharing(config, plan.layout) or passes.no_sharing
     beside: dict[str, Role] = {name: "vector" for name in named_weights(model) if name not in roles}
     folder = offload_folder(config.parallel.offloads, inputs.run.path)
     rows = config.row_tokens

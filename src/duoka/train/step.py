@@ -48,6 +48,7 @@ class StepResult:
     traffic: Mapping[str, Traffic] = field(default_factory=dict)
     exchanged_s: float = 0.0  # while any of it was under way, seen by the host's clock (gloo)
     num_micro_batches: int = 1
+    num_shared: int = 0  # tokens of all ranks that were not computed: others of their micro-batch begin with the same
 
     @property
     def seen_exchange_s(self) -> float:
@@ -80,14 +81,16 @@ def optimizer_step(
     world = engine.mesh.everyone
     if isinstance(optimizer, DiskAdamW):
         optimizer.read_ahead(available_memory_bytes() // (PAGE_CACHE_PART * world.local_size))
+    shared_before = _count_shared(engine)
     sums = engine.forward_backward(batch, objective, observer)
+    num_shared = _count_shared(engine) - shared_before
     shortage, times = sums.shortage, sums.times
     if shortage is not None and not shortage.rejoined:
         return StepResult(is_short=True, shortage=shortage)
     waited, spent = LEDGER.waited_s, time.perf_counter() - began
     inject.strike_gradients(engine.gradients, world.heart.beat.step + 1, world.rank)
     norm = engine.clip(optimizer, clip, is_scaled=shortage is None)
-    result = _sum_over_ranks(engine.mesh, batch, objective, sums, norm, local_flags())
+    result = _sum_over_ranks(engine.mesh, batch, objective, sums, norm, local_flags(), num_shared)
     overflowed = not math.isfinite(result.norm)
     # With fp16, a norm that overflowed means a scale that was too high: the scaler leaves the update out by itself.
     result.is_finite = math.isfinite(result.loss) and (not overflowed or engine.numerics.scaler.is_enabled())
@@ -109,8 +112,18 @@ def optimizer_step(
     return result
 
 
+def _count_shared(engine: Engine) -> int:
+    return int(getattr(engine.bare, "num_shared", 0))
+
+
 def _sum_over_ranks(
-    mesh: Mesh, batch: GlobalBatch, objective: Objective, sums: RankSums, norm: torch.Tensor, flags: Sequence[float]
+    mesh: Mesh,
+    batch: GlobalBatch,
+    objective: Objective,
+    sums: RankSums,
+    norm: torch.Tensor,
+    flags: Sequence[float],
+    num_shared: int,
 ) -> StepResult:
     """The step's one exchange of numbers. From here on every rank decides alike, because it knows the same.
 
@@ -120,7 +133,8 @@ def _sum_over_ranks(
     if not mesh.counts_loss:  # ranks that cut one model between them have one loss together, or the same one each
         own = torch.zeros_like(own)
     norm = norm.to(own)
-    told = torch.tensor([float(sums.shortage is not None), *flags], dtype=own.dtype)
+    shared = float(num_shared) if mesh.counts_loss else 0.0
+    told = torch.tensor([float(sums.shortage is not None), *flags, shared], dtype=own.dtype)
     # The norm is not summed: replicas have it from copies of the same gradients. But a fault may be in one copy only.
     is_broken = (~norm.isfinite()).to(own)
     everything = torch.cat((own, told.to(own.device, non_blocking=True), is_broken[None]))
@@ -131,7 +145,7 @@ def _sum_over_ranks(
     found = {name: next(totals) for name in sums.metrics}
     counts = {name: denominators[objective.metrics[name]] for name in found}
     metrics = {name: total / counts[name] for name, total in found.items() if counts[name]}
-    num_short, *flag_counts, num_broken = totals
+    num_short, *flag_counts, all_shared, num_broken = totals
     return StepResult(
         # A name that only counts a metric, and counts none in this step, has no part in the loss.
         loss=sum(total / denominators[name] for name, total in losses.items() if denominators[name]),
@@ -142,4 +156,5 @@ def _sum_over_ranks(
         times=sums.times,
         is_short=num_short > 0,
         shortage=sums.shortage,
+        num_shared=round(all_shared),
     )

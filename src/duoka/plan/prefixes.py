@@ -1,0 +1,27 @@
+"""Whether a run shares prefixes (computes once what samples of a micro-batch begin with alike), by its config alone.
+
+The model has its say too: model/row_choice.py tries it on a tiny copy.
+"""
+
+from __future__ import annotations
+
+from duoka.config.schema import RunConfig
+from duoka.plan.layout import Layout
+
+
+def may_share(config: RunConfig, layout: Layout) -> bool:
+    """Whether rows hold samples that may begin alike at all: padded ones do not, and texts are cut into rows."""
+    return layout.packing and not config.data.fixed_rows and not config.stage.kind.reads_text
+
+
+def why_no_sharing(config: RunConfig, layout: Layout) -> str:
+    """Why what several samples begin with is computed in each of them; "": it is computed once."""
+    if not config.data.prefix_sharing:
+        return "data.prefix_sharing is false"
+    if config.lora is not None and config.lora.dropout:
+        return "dropout is drawn for each sample"
+    if layout.compile:
+        return "compiled layers know no keys that several samples share"
+    axes = {"tensor": layout.tp, "pipeline": layout.pp, "sequence": layout.sp}
+    cut = next((name for name, size in axes.items() if size > 1), "")
+    return f"parallel.{cut} cuts rows or layers" if cut else ""
