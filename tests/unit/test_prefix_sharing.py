@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from duoka.config.schema import RunConfig
+from duoka.data.feed.prefixes import find_repeats
 from duoka.model import native
 from duoka.model.attention import register_attention
 from duoka.model.build import LossModel
 from duoka.model.documents import Documents
 from duoka.model.prefixes import shorten
 from duoka.model.value_head import ValueModel
+from duoka.plan.hardware import Machine
+from duoka.plan.lengths import Lengths
+from duoka.plan.report import make_plan
+from duoka.plan.shape import demo_shape
 
 VOCABULARY, COMPUTED = 64, 53
 
@@ -169,3 +176,32 @@ def test_what_is_dropped_at_random_is_drawn_for_each_document() -> None:
     with torch.no_grad():
         model.eval()(**batch)
     assert seen == [batch["input_ids"].shape[1], COMPUTED]
+
+
+def test_plans_count_what_is_computed_once() -> None:
+    pairs = Lengths("tokenized", 99, 400.0, 500, (400,) * 16, shared=0.4, least_shared=0.3)
+    machine = Machine(2, 64 * 2**30, 60 * 2**30)
+
+    def plan(**settings: object) -> tuple[float, float]:
+        raw = {"model": "demo", "stage": "dpo", "data": {"train": ["x"]}, "output": "out", "lora": {"rank": 8}}
+        raw["train"] = {"micro_batch": "2048 tokens", "global_batch": 16}
+        raw |= {name: {**raw[name], **some} for name, some in settings.items()}  # type: ignore[dict-item]
+        found = make_plan(RunConfig.model_validate(raw), demo_shape(), machine, 1, lengths=pairs)
+        return found.speed.parts["matrix products"], found.memory.peak_bytes
+
+    shared = plan()
+    for other in ({"data": {"prefix_sharing": False}}, {"lora": {"dropout": 0.1}}):
+        whole = plan(**other)
+        assert shared[0] < 0.7 * whole[0] and shared[1] < 0.9 * whole[1]
+    assert Lengths.from_json(pairs.to_json()) == pairs
+
+
+def test_what_pairs_share_is_counted_from_their_tokens() -> None:
+    docs = [
+        part
+        for pair in zip(draw(30, 30), draw(9, 8), draw(7, 6), strict=True)
+        for part in ([*pair[0], 1, *pair[1]], [*pair[0], 2, *pair[2]])
+    ]
+    row, lengths = np.array([number for doc in docs for number in doc]), np.array([len(doc) for doc in docs])
+    found = find_repeats(row, lengths)
+    assert found is not None and (~found[0]).sum() == 60

@@ -19,22 +19,25 @@ import numpy as np
 
 from duoka.config.schema import RunConfig, TrainConfig
 from duoka.data.feed.epoch_plan import EpochPlan, plan_epochs
+from duoka.data.feed.prefixes import find_repeats
 from duoka.data.read.example import AnyExample, BadRecord
 from duoka.data.read.record_kinds import read_record
 from duoka.data.read.records import FilePiece, Record, find_pieces, read_piece
 from duoka.data.read.registry import ResolvedSet, find_sets
 from duoka.errors import ConfigError, Fault, Faults, StorageError
 from duoka.plan.lengths import Lengths
+from duoka.plan.prefixes import shares
 from duoka.runs.cache import cache_folder, file_version, make_folder
 from duoka.runs.folder import read_json, write_json_atomic
 from duoka.units import Amount, parse_amount
 
 if TYPE_CHECKING:
+    from duoka.data.feed.loader import Samples
     from duoka.data.feed.prompts import PromptRows
     from duoka.data.prepare import PreparedData
     from duoka.data.tokens.tokenizer import ChatTokenizer
 
-KNOWN_VERSION = 2  # raise it when the same data would give other figures
+KNOWN_VERSION = 3  # raise it when the same data would give other figures
 # Epochs are walked until so many samples were laid out; of more samples, an evenly chosen subset is used.
 _MOST_SAMPLES = 1_000_000
 # Estimates from files: enough for a good guess, little enough to read in a fraction of a second.
@@ -45,6 +48,8 @@ _MOST_DRAWN = 65536
 # writes around each message.
 _BYTES_PER_TOKEN = 4.0
 _TOKENS_PER_MESSAGE = 5
+# So many global batches are looked at for what their samples begin with alike, the first so many tokens of each.
+_BATCHES_LOOKED_AT, _MICRO_TOKENS = 16, 2048
 # Where the model's tokenizer is here, so many samples are cut into tokens, of those that are no longer than this.
 _COUNTED, _LONGEST_COUNTED = 64, 8192
 
@@ -65,7 +70,28 @@ def lengths_of(prepared: PreparedData, config: RunConfig) -> Lengths:
     plan = plan_epochs(train, config.train, some)
     laid = laid_lengths(train, config.data.packs)
     batch = sorted(laid[some][_fullest(plan, config.train)].tolist(), reverse=True)
-    return Lengths("tokenized", len(train), float(train.lengths.mean()), int(laid.max()), tuple(batch))
+    shared = _find_shared(train, plan) if shares(config) and some.step == 1 else []
+    return Lengths(
+        "tokenized", len(train), float(train.lengths.mean()), int(laid.max()), tuple(batch),
+        *((sum(shared) / len(shared), min(shared)) if shared else ()),
+    )  # fmt: skip
+
+
+def _find_shared(train: Samples, plan: EpochPlan) -> list[float]:
+    """Of some micro-batches as `auto` makes them: the share of tokens that others of it begin with too."""
+    found, per_epoch = [], plan.num_batches()
+    for index in range(0, per_epoch, max(1, per_epoch // _BATCHES_LOOKED_AT)):
+        segments: list[np.ndarray] = []
+        ids = plan.batch(0, index)
+        for sample in ids[np.argsort(-plan.lengths[ids].astype(np.int64), kind="stable")].tolist():
+            own = [part.input_ids for part in train.segments(sample)]
+            if segments and sum(map(len, segments + own)) > _MICRO_TOKENS:
+                break
+            segments += own
+        row, lengths = np.concatenate(segments), np.array([len(part) for part in segments])
+        repeats = find_repeats(row, lengths)
+        found.append(1 - float(repeats[0].mean()) if repeats else 0.0)
+    return found
 
 
 def _lengths_of_answers(prompts: PromptRows, config: RunConfig) -> Lengths:

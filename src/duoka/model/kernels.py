@@ -59,7 +59,7 @@ def look(bare: Any, config: RunConfig, layout: Layout, device: torch.device) -> 
         adapters=config.lora is not None,
         adapters_beside_others="adapters" not in fused,
         drops=config.lora is not None and config.lora.dropout > 0,
-        shares=may_share(config, layout),
+        shares=layout.packing and may_share(config),
         no_sharing=getattr(bare, "no_sharing", ""),
         own_logits=isinstance(bare, LossModel) and not bare.has_plain_head,
         no_plain_loss=why_no_plain_loss(config) or _why_no_plain_head(bare, layout),

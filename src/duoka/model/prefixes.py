@@ -8,7 +8,6 @@ and gradients are those of the whole row, but for rounding. LossModel shortens r
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from duoka.data.feed.prefixes import find_repeats
 from duoka.model import native
-
-_WORTH = 0.02  # of a row's tokens: fewer that are left out do not pay for keys that are copied
 
 
 @dataclass(frozen=True)
@@ -60,10 +58,10 @@ class ShortRow:
 def shorten(ids: torch.Tensor, lengths: torch.Tensor, device: torch.device) -> ShortRow | None:
     """`ids`: a packed row (1, tokens), on the host, as `lengths`; None where it repeats too little."""
     row = ids[0].numpy()
-    shared = _count_shared(row, lengths.numpy())
-    if shared is None:
+    found = find_repeats(row, lengths.numpy())
+    if found is None:
         return None
-    is_kept, source = shared
+    is_kept, source = found
     places = (np.cumsum(is_kept) - 1)[source]
     edges = np.concatenate([[0], np.cumsum(lengths.numpy())])
     own = np.add.reduceat(is_kept.astype(np.int64), edges[:-1])
@@ -77,24 +75,6 @@ def shorten(ids: torch.Tensor, lengths: torch.Tensor, device: torch.device) -> S
     )  # fmt: skip
     kept = torch.from_numpy(np.flatnonzero(is_kept)).to(device, non_blocking=True)
     return ShortRow(kept, torch.from_numpy(own[asks]), keys)
-
-
-def _count_shared(row: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """(which tokens are computed, for each token the one that is computed in its place)."""
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    # Bytes of big numbers first sort as the numbers do; neighbors in that order share the longest beginnings.
-    words = row.astype(">i8")
-    order = sorted(range(len(lengths)), key=lambda one: words[starts[one] : ends[one]].tobytes())
-    is_kept, source = np.ones(len(row), bool), np.arange(len(row))
-    for before, one in itertools.pairwise(order):
-        first, second = (row[starts[which] : ends[which]] for which in (before, one))
-        size = min(len(first), len(second))
-        differs = np.flatnonzero(first[:size] != second[:size])
-        alike = int(differs[0]) if len(differs) else size
-        is_kept[starts[one] : starts[one] + alike] = False
-        source[starts[one] : starts[one] + alike] = source[starts[before] : starts[before] + alike]
-    return (is_kept, source) if (~is_kept).sum() > _WORTH * len(row) else None
 
 
 def take_keys(states: torch.Tensor, uses: Uses) -> torch.Tensor:

@@ -234,7 +234,7 @@ def expected(config: RunConfig, work: Work, layout: Layout, machine: Machine) ->
         drops=config.lora is not None and config.lora.dropout > 0,
         no_plain_loss=why_no_plain_loss(config) or (BENT if work.shape.bent_logits else ""),
         no_native="" if work.has_kernels else "no C++ compiler (duoka doctor)",
-        shares=may_share(config, layout),
+        shares=layout.packing and may_share(config),
         no_sharing=why_no_sharing(config, layout),
         no_documents=wide,
         no_liger=dict.fromkeys(LIGER_PARTS, machine.no_liger) if machine.no_liger else {},

@@ -25,13 +25,16 @@ class Lengths:
     mean: float
     longest: int
     batch: tuple[int, ...] = ()
+    shared: float = 0.0  # of a micro-batch's tokens: others of it begin with the same ones, and they are computed once
+    least_shared: float = 0.0  # of some micro-batches that were looked at, the least
 
-    def sentence(self) -> str:
-        """Where the figures come from, as a plan says it."""
+    def sentence(self, shared: float = 0.0) -> str:
+        """Where the figures come from, as a plan says it; `shared`: as this, where the run computes prefixes once."""
         number = "" if self.num_samples is None else f"{self.num_samples:,} "
         about = "about " if self.basis == "sampled" else ""
         source = "tokenized samples" if self.basis == "tokenized" else "samples, by a look into the files"
-        return f"{about}{number}{source} (mean {about}{self.mean:,.0f} tokens, longest {self.longest:,})"
+        text = f"{about}{number}{source} (mean {about}{self.mean:,.0f} tokens, longest {self.longest:,})"
+        return f"{text}; {shared:.0%} of these, in shared prefixes, are computed once for several" if shared else text
 
     def cut(self, max_length: int) -> Lengths:
         """With samples cut at that length."""
@@ -54,7 +57,8 @@ class Lengths:
         basis: Basis = "tokenized" if raw["basis"] in ("tokenized", "tokenised") else "sampled"
         number = None if raw["num_samples"] is None else int(raw["num_samples"])
         batch = tuple(int(length) for length in raw["batch"])
-        return cls(basis, number, float(raw["mean"]), int(raw["longest"]), batch)
+        shared = (float(raw.get(name, 0.0)) for name in ("shared", "least_shared"))
+        return cls(basis, number, float(raw["mean"]), int(raw["longest"]), batch, *shared)
 
 
 @dataclass(frozen=True)

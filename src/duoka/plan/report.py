@@ -154,7 +154,7 @@ class Plan:
             return f"at most: as if {each} data.max_length, {batch.max_length:,} tokens"
         if not known.batch:
             return f"for full rows of {batch.max_length:,} tokens"
-        text = f"expected from {known.sentence()}"
+        text = f"expected from {known.sentence(self.task.shared(self.layout)[0])}"
         if batch.tokens_at_most > batch.tokens_at_once:
             text += (
                 f"; at most {format_bytes(self.at_most_bytes)}, with {batch.tokens_at_most:,} tokens at once, were all "

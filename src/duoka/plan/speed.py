@@ -142,6 +142,12 @@ class Load:
     length: float  # of the sequences that attention sees
     tokens_per_step: float  # of all ranks
     varies: bool = False  # each micro-batch has another number of tokens
+    shared: float = 0.0  # of its tokens: computed once with others (plan/prefixes.py)
+
+    @property
+    def computed(self) -> float:
+        """Tokens of a micro-batch that are computed."""
+        return self.tokens * (1 - self.shared)
 
 
 def activations_moved(work: Work, layout: Layout, load: Load) -> float:
@@ -199,7 +205,7 @@ def estimate_speed(work: Work, layout: Layout, cluster: Cluster, load: Load, *, 
     }
     parts["memory traffic"] = max(0.0, compute - parts["matrix products"] - parts["attention"])
     step = compute + each + exposed + waits + optimizer + disk + moving
-    flops = model_flops_per_token(work, round(load.length)) * load.tokens_per_step
+    flops = model_flops_per_token(work, round(load.length)) * load.tokens_per_step * (1 - load.shared)
     peak = device.peak_flops(layout.precision) * cluster.num_devices / cores
     return Speed(
         step_s=step,
@@ -248,11 +254,11 @@ def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load, rate
         # Both passes' together, of which the backward pass is counted below as twice the forward pass.
         rounded = (per_token + per_pass / max(1.0, load.tokens)) / (1 + TOUCHES_BACKWARD)
         touched += rounded * (COMPILED_TOUCHES if layout.compile else 1.0) / cut
-    share = _matmul_share(work, layout, cluster, load.tokens / layout.sp, rates)
+    share = _matmul_share(work, layout, cluster, load.computed / layout.sp, rates)
     return (
-        load.tokens * _products(work, layout, cluster, matmul) / cut / share,
-        load.tokens * attention / cut / _attention_flops(work, layout, cluster, rates, share),
-        load.tokens * touched * cores / (device.memory_bytes_per_s * MEMORY_SHARE),
+        load.computed * _products(work, layout, cluster, matmul) / cut / share,
+        load.computed * attention / cut / _attention_flops(work, layout, cluster, rates, share),
+        load.computed * touched * cores / (device.memory_bytes_per_s * MEMORY_SHARE),
     )
 
 

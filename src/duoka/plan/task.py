@@ -10,6 +10,7 @@ from duoka.plan.batch import spread_batch
 from duoka.plan.layout import Layout
 from duoka.plan.lengths import Lengths, Rows, rows_at_once, rows_of_step, tokens_at_once, tokens_later
 from duoka.plan.memory import Memory, estimate_memory
+from duoka.plan.prefixes import shares, why_not_under
 from duoka.plan.recipe import Work
 from duoka.plan.speed import Load
 from duoka.units import Amount, parse_amount
@@ -27,6 +28,7 @@ class Task:
     eval_share: float = 0.0  # of the samples that evaluations measure; 1: data of its own, however much
     sequences: int = 1  # of a sample, each of up to data.max_length
     drawn_rows: int = 0  # of a step's samples, drawn by the model first: how many at once on a rank
+    shares: bool = False  # what samples of a micro-batch begin with alike is computed once
 
     @property
     def length(self) -> float:
@@ -54,6 +56,12 @@ class Task:
         if lengths is None or not lengths.batch or self.fixed_rows or layout.pp > 1:
             return at_once if math.ceil(load_of(self, layout).accumulation) > 1 else 0
         return min(at_once, tokens_later(lengths, layout.dp, layout.micro, layout.packing))
+
+    def shared(self, layout: Layout) -> tuple[float, float]:
+        """Of a micro-batch's tokens, those that are not computed since others begin with the same; at least."""
+        if not self.shares or self.lengths is None or not layout.packing or why_not_under(layout):
+            return 0.0, 0.0
+        return self.lengths.shared, self.lengths.least_shared
 
     def eval_tokens(self, layout: Layout) -> int:
         """The most that a rank measures at once; 0: no evaluations."""
@@ -84,14 +92,16 @@ def task_of(config: RunConfig, work: Work, lengths: Lengths | None) -> Task:
     return Task(
         work, step, config.sample_tokens, lengths, config.data.fixed_rows, share, config.stage.kind.sequences,
         config.rl.rows if config.stage.kind.draws and config.rl.engine is None and config.rl.replay is None else 0,
+        shares(config),
     )  # fmt: skip
 
 
 def memory_of(task: Task, layout: Layout) -> Memory:
     """The peak of one rank."""
-    load = load_of(task, layout)
+    load, computed = load_of(task, layout), 1 - task.shared(layout)[1]
+    at_once, later = (round(tokens * computed) for tokens in (task.at_once(layout), task.later(layout)))
     return estimate_memory(
-        task.work, layout, task.at_once(layout), later=task.later(layout), accumulation=math.ceil(load.accumulation),
+        task.work, layout, at_once, later=later, accumulation=math.ceil(load.accumulation),
         length=task.max_length // task.sequences, eval_tokens=task.eval_tokens(layout),
         cache=task.cache_bytes(layout),
     )  # fmt: skip
@@ -109,4 +119,4 @@ def load_of(task: Task, layout: Layout) -> Load:
     if task.fixed_rows:  # computed to their end, filled or not
         tokens = float(rows_at_once(layout.micro, task.max_length) * task.max_length)
     varies = task.lengths is not None and bool(task.lengths.batch) and not task.fixed_rows
-    return Load(number, tokens, min(task.length, tokens), task.tokens_per_step, varies)
+    return Load(number, tokens, min(task.length, tokens), task.tokens_per_step, varies, task.shared(layout)[0])
