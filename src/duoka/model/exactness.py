@@ -263,14 +263,14 @@ def _loss_alone(model: torch.nn.Module, documents: list[torch.Tensor]) -> torch.
 
 
 def _try_sharing(model: torch.nn.Module, batch: dict[str, torch.Tensor], own_logits: bool, alone: _Alone) -> str:
-    ids, whole = batch["input_ids"], LossModel(model, own_logits=own_logits)
+    ids, whole = batch["input_ids"], LossModel(model, own_logits=own_logits).eval()  # nothing is dropped
     whole.no_sharing = ""
     trial = _measure(
         whole, {**batch, "boundaries": Documents.of(batch["boundaries"], ids.device, ids)}, own_logits, alone
     )
-    if not trial.is_exact:
-        return f"its layers look at more than the keys of a document ({trial.sentence()})"
-    return "" if whole.num_shared else "dropout in its layers is drawn for each sample"
+    if trial.is_exact and whole.num_shared:
+        return ""
+    return f"its layers look at more than the keys of a document ({trial.sentence()})"
 
 
 def _measure(model: LossModel, batch: dict[str, Any], own_logits: bool, alone: _Alone) -> LayoutTrial:

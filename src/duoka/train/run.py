@@ -296,7 +296,8 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
     whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}
     matrices = whole if config.optim.name == "muon" else ()
     model = stage.wrap(lm, own_logits=passes.own_logits)
-    model.no_sharing = why_no_sharing(config, plan.layout) or passes.no_sharing
+    drops = "dropout is drawn for each sample" if model.drops is not None else ""
+    model.no_sharing = why_no_sharing(config, plan.layout) or passes.no_sharing or drops
     beside: dict[str, Role] = {name: "vector" for name in named_weights(model) if name not in roles}
     folder = offload_folder(config.parallel.offloads, inputs.run.path)
     rows = config.row_tokens
