@@ -30,8 +30,8 @@ from watching import describe_machine, fill_page, package_versions, stamp
 from duoka.config.schema import OptimConfig, ParallelConfig
 from duoka.model import native
 from duoka.model.attention import register_attention
-from duoka.model.documents import Documents
 from duoka.model.build import LossModel
+from duoka.model.documents import Documents
 from duoka.optim.build import build_optimizer
 from duoka.parallel.apply import parallelize
 from duoka.parallel.engine import Engine, EngineSpec
