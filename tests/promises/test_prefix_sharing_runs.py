@@ -36,7 +36,7 @@ TWO = {
     "fsdp": ["parallel.strategy=fsdp"],
     "tensor": ["parallel.tensor=2"],
 }
-SHARED = {"shared", "recomputed", "selective", "lora", "ddp", "zero2", "fsdp"}
+SHARED = {"shared", "recomputed", "selective", "lora", "ddp", "zero2", "fsdp", "tensor"}
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,6 @@ def why_not_under(layout: Layout) -> str:
     """Why rows and layers of such a layout have no keys that several samples share."""
     if layout.compile:
         return "compiled layers know no keys that several samples share"
-    axes = {"tensor": layout.tp, "pipeline": layout.pp, "sequence": layout.sp}
+    axes = {"pipeline": layout.pp, "sequence": layout.sp}
     cut = next((name for name, size in axes.items() if size > 1), "")
     return f"parallel.{cut} cuts rows or layers" if cut else ""
