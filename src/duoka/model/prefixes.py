@@ -91,7 +91,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, uses: Uses) -> torch.Tensor:
         ctx.uses, ctx.count = uses, len(rows)
-        return rows[uses.index]
+        return rows.index_select(0, uses.index)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
