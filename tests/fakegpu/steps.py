@@ -52,11 +52,11 @@ def model_folder(family, num_layers, vocab):
 def count_step(
     num_layers=2, family="llama", strategy="single", size=1, precision="bf16", recompute="none", offload="none",
     lora=None, optim="adamw", packed=True, tokens=96, vocab=512, by_slices=True, weights="fp32",
-    kernels=(),
+    kernels=(), alike=False,
 ):  # fmt: skip
     """An optimizer step of MICRO_BATCHES micro-batches, on rank 0 of `size`, after a first one that made the state.
 
-    `kernels`: parts that have stand-ins for Liger's kernels (fakegpu/liger.py).
+    `kernels`: parts that have stand-ins for Liger's kernels (fakegpu/liger.py). `alike`: documents begin so.
     """
     layout = Layout(
         dp=size, strategy=strategy, precision=precision, recompute=recompute, packing=packed, offload=offload,
@@ -69,7 +69,7 @@ def count_step(
     inputs = SimpleNamespace(config=config, folder=folder, loaded=SimpleNamespace(base=folder), run=run_folder)
     plan = SimpleNamespace(layout=layout)
     _try_fusions(folder, config)
-    batches = [global_batch(tokens, packed, number) for number in (1, MICRO_BATCHES)]
+    batches = [global_batch(tokens, packed, number, alike) for number in (1, MICRO_BATCHES)]
     files = run.build_without_memory if by_slices else lambda request: None
     hidden = mock.patch.object(run, "build_without_memory", files)
     with _world(layout) as world, installed(kernels), FakeGpu() as gpu, hidden:
@@ -152,8 +152,8 @@ def _try_fusions(folder, config):
     narrow.kernel_of_triton = lambda: SimpleNamespace(update_narrow=lambda *numbers: None)
 
 
-def global_batch(tokens, packed, num_micro_batches):
-    ids = torch.zeros((1, tokens), dtype=torch.long)
+def global_batch(tokens, packed, num_micro_batches, alike=False):
+    ids = (torch.zeros(tokens, dtype=torch.long) if alike else torch.arange(tokens) % 500)[None]
     positions = torch.cat([torch.arange(tokens // 3), torch.arange(tokens - tokens // 3)])[None]
     edges = torch.tensor([0, tokens // 3, tokens], dtype=torch.int32)
     micro = Batch(

@@ -16,6 +16,7 @@ PER_LAYER = {
     "lora": ({"lora": LORA}, 142),
     "fp8": ({"precision": "fp8"}, 277),
     "bf16 weights": ({"weights": "bf16"}, 60),
+    "full, shared prefixes": ({"alike": True}, 88),
 }
 # With kernels of Liger's form in the places of theirs: the same steps launch fewer.
 KERNELS = ["norm", "rotation", "MLP", "loss"]

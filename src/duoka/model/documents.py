@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from duoka.model.prefixes import SharedKeys, ShortRow, shorten
+from duoka.model.prefixes import SharedKeys, ShortRow, shorten, upload
 
 _FEWEST = 64  # documents of a micro-batch, as compiled layers know them
 
@@ -37,7 +37,7 @@ class Documents:
         short = None if self.ids is None else shorten(self.ids, self.lengths, self.edges.device)
         if short is None:
             return None
-        edges = F.pad(short.own.cumsum(0), (1, 0)).to(self.edges.device, torch.int32, non_blocking=True)
+        edges = upload(F.pad(short.own.cumsum(0), (1, 0)).int(), self.edges.device)
         return short, Documents(short.own, int(short.own.max()), edges, keys=short.keys)
 
     @property

@@ -32,7 +32,7 @@ class Uses:
         counts = np.bincount(index, minlength=num_tokens)
         order = torch.from_numpy(np.argsort(index, kind="stable"))
         begins = torch.from_numpy(np.cumsum([0, *counts]))
-        return cls(torch.from_numpy(index).to(device, non_blocking=True), order, begins)
+        return cls(upload(torch.from_numpy(index), device), order, begins)
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,15 @@ def shorten(ids: torch.Tensor, lengths: torch.Tensor, device: torch.device) -> S
     keys = SharedKeys(
         Uses.of(held, int(is_kept.sum()), device), torch.from_numpy(places).to(device, non_blocking=True),
         sizes, int(sizes.max()),
-        F.pad(sizes.cumsum(0), (1, 0)).to(device, torch.int32, non_blocking=True),
+        upload(F.pad(sizes.cumsum(0), (1, 0)).int(), device),
     )  # fmt: skip
-    kept = torch.from_numpy(np.flatnonzero(is_kept)).to(device, non_blocking=True)
+    kept = upload(torch.from_numpy(np.flatnonzero(is_kept)), device)
     return ShortRow(kept, torch.from_numpy(own[asks]), keys)
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Without a wait of the host, which a copy from pageable memory may be."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def take_keys(states: torch.Tensor, uses: Uses) -> torch.Tensor:
