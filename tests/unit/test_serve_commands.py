@@ -216,6 +216,8 @@ def test_a_line_of_texts_ends_where_an_editor_ends_it(tmp_path: Path) -> None:
     file = tmp_path / "texts.txt"
     file.write_text("one\u2028still one\n\n two\x85two", encoding="utf-8")
     assert read_texts(file) == ["one\u2028still one", "", " two\x85two"]
+    file.write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    assert read_texts(file) == ["one", "two"], "the mark that Windows' editors begin a file with is no text"
 
 
 def test_embed_refuses_what_it_cannot_read_or_write(
@@ -223,9 +225,12 @@ def test_embed_refuses_what_it_cannot_read_or_write(
 ) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9\n")
+    (tmp_path / "wide.txt").write_text("a\n", encoding="utf-16")
     (tmp_path / "good.txt").write_text("a\n")
     for name, options, words in (
         ("nothing.txt", [], "there is no file"),
+        (".", [], "is a folder"),
+        ("wide.txt", [], "iconv -f UTF-16"),
         ("empty.txt", [], "is empty"),
         ("latin.txt", [], "is no UTF-8 text"),
         ("good.txt", ["-o", str(tmp_path / "x.bin")], "ends in .npy"),

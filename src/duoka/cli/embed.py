@@ -33,12 +33,12 @@ def command(
     from duoka.serve.load_run import find_trained
 
     part = find_part(nproc)
+    texts = read_texts(file)
     path = output or file.with_name(file.name + ".npy")
     if path.suffix != ".npy":
         raise ConfigError(f"-o is {path}; a NumPy file is written", fix="write a name that ends in .npy")
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {path.parent}", fix="make it, or write -o elsewhere")
-    texts = read_texts(file)
     trained = find_trained(target, say=say if part.speaks else lambda text: None)
     num_processes = count_processes(nproc, len(read_machine().gpus)) if part.place is None else 1
     if part.starts(num_processes):

@@ -101,7 +101,7 @@ def prepare_data(
     kept = [found for found in sets if found not in streamed]
     prepared = [_prepare_set(found, config.data, tokenizer, say) for found in kept]
     named = [(found.name, part) for found, (part, _) in zip(kept, prepared, strict=True)]
-    refuse_without_row(named, tokenizer, model_folder)
+    refuse_without_row(named, tokenizer, model_folder, config.data)
     reports = [report for _, report in prepared]
     parts = [(found, part) for found, (part, _) in zip(kept, prepared, strict=True)]
     notes = tuple(note for found in sets for note in found.notes)

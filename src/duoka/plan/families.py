@@ -278,6 +278,24 @@ _EXPERT_SIZES = ("moe_intermediate_size", "expert_intermediate_size", "expert_ff
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 
 
+# Their positions stand in a table that ends where config.json says: a longer text is an index out of range.
+_POSITIONS = "max_position_embeddings"
+_TABLES_OF_POSITIONS = {
+    "bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "codegen", "ctrl", "git", "gpt2",
+    "gpt_bigcode", "gpt_neo", "gptj", "marian", "mbart", "mpt", "mvp", "openai-gpt", "opt", "pegasus", "plbart",
+    "trocr",
+}  # fmt: skip
+
+
+def longest_text(facts: Mapping[str, Any]) -> int | None:
+    """Tokens that a model can read at all; None where positions are computed, however many there are."""
+    family, named = find_family(facts), with_usual_names(facts)
+    if named.get("model_type") not in _TABLES_OF_POSITIONS:
+        return None
+    found = named.get(_POSITIONS, None if family is None else family.defaults.get(_POSITIONS))
+    return found if isinstance(found, int) else None
+
+
 def find_family(facts: Mapping[str, Any]) -> Family | None:
     """The row of a config's model type, if it has one."""
     found = FAMILIES.get(str(facts.get("model_type", "")))

@@ -7,12 +7,14 @@ copied per batch, as nn.DataParallel would), and writes its own rows into the on
 from __future__ import annotations
 
 import os
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from duoka.errors import ConfigError, DataError
+from duoka.errors import ConfigError, DataError, typed
+from duoka.plan.families import longest_text
 from duoka.serve.load_run import Trained, agree_on_checkpoint, choose_dtype, load_chat_tokenizer, load_trained
 
 if TYPE_CHECKING:
@@ -47,15 +49,27 @@ class Embedded:
 def read_texts(path: Path) -> list[str]:
     """One text per line; the order of lines is the order of rows."""
     try:
-        *texts, last = path.read_text(encoding="utf-8").split("\n")  # not at marks that stand inside of texts
+        *texts, last = path.read_text(encoding="utf-8-sig").split("\n")  # not at marks that stand inside of texts
     except FileNotFoundError:
         raise ConfigError(f"there is no file {path}", fix="write a text file with one text per line") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder", fix="name one text file in it, with one text per line") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is no UTF-8 text: {error.reason} at byte {error.start}") from None
+        what = f"{path} is no UTF-8 text: {error.reason} at byte {error.start}"
+        raise DataError(what, fix=_unpack_or_convert(path)) from None
     texts += [last] if last else []
     if not texts:
         raise DataError(f"{path} is empty", fix="write one text per line")
     return texts
+
+
+def _unpack_or_convert(path: Path) -> str:
+    with path.open("rb") as file:
+        head = file.read(2)
+    if head == b"\x1f\x8b":
+        return f"unpack it: gunzip -k {typed(path)}"
+    kind = "UTF-16" if head in (BOM_UTF16_LE, BOM_UTF16_BE) else "ITS_ENCODING"
+    return f"write it as UTF-8: iconv -f {kind} -t UTF-8 {typed(path)} > new{path.suffix}"
 
 
 def embed(
@@ -79,6 +93,7 @@ def embed(
         trained = agree_on_checkpoint(world, trained)
         tokenizer = load_chat_tokenizer(trained)
         lm = load_trained(trained, dtype=choose_dtype(precision), base_only=base_only).to(world.device)
+        max_length = min(max_length, longest_text(lm.config.to_dict()) or max_length)  # type: ignore[union-attr, operator]
         num_dims = int(lm.config.get_text_config().hidden_size)  # type: ignore[union-attr, operator]
         if world.is_main:
             np.lib.format.open_memmap(draft, mode="w+", dtype=np.float32, shape=(len(texts), num_dims)).flush()

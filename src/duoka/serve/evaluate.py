@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig, StageConfig
 from duoka.errors import ConfigError
-from duoka.serve.load_run import Say, Trained, agree_on_checkpoint, load_trained
+from duoka.serve.load_run import Say, Trained, agree_on_checkpoint, data_for, load_trained
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,7 +89,7 @@ def read_eval_data(
 
     sources = asked.train if asked else tuple(DataSource(name=name) for name in names or ("?",))
     model = ModelConfig(name=trained.name, template=trained.template, trust_remote_code=trained.trust_remote_code)
-    config = trained.config or RunConfig(model=model, data=asked or DataConfig(train=sources))
+    config = trained.config or RunConfig(model=model, data=asked or data_for(trained, sources))
     if config.stage.kind.draws:  # data that is named has answers, and their likelihood is measured
         config = config.model_copy(update={"stage": StageConfig()})
     only = {"train": sources, "eval": 0.0, "stream": False, "streams": None}

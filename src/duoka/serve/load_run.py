@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from duoka.config.adapters import check_counted_once, read_adapter
 from duoka.config.load import load_config
-from duoka.config.schema import LoraConfig, ModelConfig, RunConfig
+from duoka.config.schema import DataConfig, DataSource, LoraConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError, DuokaError, Faults, StorageError, typed
 from duoka.hub.base import other_base, read_base, read_identity, refuse_other_base
 from duoka.hub.models import find_model, has_tokenizer, model_folder, resolve_tokenizer
 from duoka.hub.models import gives_scores as folder_gives_scores
 from duoka.hub.other_folders import refuse_no_model
+from duoka.plan.families import longest_text
 from duoka.runs.find import last_of_stages
 from duoka.runs.folder import RunFolder, read_json
 from duoka.runs.manifest import step_of
@@ -218,6 +219,13 @@ def _on_its_base(trained: Trained) -> Trained:
 def _list_runs() -> str:
     runs = sorted(path.parent.name for path in Path("runs").glob("*/config.yaml"))
     return f"runs here: {', '.join(runs)}" if runs else "`duoka runs` lists runs; there are none in ./runs"
+
+
+def data_for(trained: Trained, sources: tuple[DataSource, ...]) -> DataConfig:
+    """How data is read for a model of no run, which says nothing of it: cut where the model's positions end."""
+    data = DataConfig(train=sources)
+    most = longest_text(read_json((trained.full or trained.base) / "config.json") or {})
+    return data if most is None else data.model_copy(update={"max_length": min(data.max_length, most)})
 
 
 def gives_scores(trained: Trained) -> bool:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from duoka.config.schema import DataConfig, DataSource, ModelConfig, RunConfig, StageConfig
+from duoka.config.schema import DataSource, ModelConfig, RunConfig, StageConfig
 from duoka.errors import ConfigError, DataError
 from duoka.runs.folder import write_text_atomic
-from duoka.serve.load_run import Say, Trained, agree_on_checkpoint, choose_dtype, load_trained
+from duoka.serve.load_run import Say, Trained, agree_on_checkpoint, choose_dtype, data_for, load_trained
 
 if TYPE_CHECKING:
     from duoka.comm.world import World
@@ -56,7 +56,7 @@ def read_answers(trained: Trained, name: str, *, max_length: int | None, say: Sa
 
     known = trained.config
     model = ModelConfig(name=trained.name, template=trained.template, trust_remote_code=trained.trust_remote_code)
-    config = known or RunConfig(model=model, data=DataConfig(train=(DataSource(name=name),)))
+    config = known or RunConfig(model=model, data=data_for(trained, (DataSource(name=name),)))
     changed: dict[str, Any] = {"train": (DataSource(name=name),), "eval": 0.0, "targets": "last", "on_long": "truncate"}
     changed |= {} if max_length is None else {"max_length": max_length}
     data = config.data.model_copy(update=changed)

@@ -1,23 +1,29 @@
-"""Tokens for which a model has no row: a tokenizer that was given some, and a model that was not."""
+"""What a model has no row for: tokens that only its tokenizer was given, and places behind its table of positions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from duoka.config.schema import DataConfig
 from duoka.data.tokens.token_store import TokenPart
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.errors import DataError
+from duoka.plan.families import longest_text
 from duoka.runs.folder import read_json
 
 _AT_ONCE = 1 << 24  # tokens
 
 
-def refuse_without_row(parts: Iterable[tuple[str, TokenPart]], tokenizer: ChatTokenizer, model_folder: Path) -> None:
+def refuse_without_row(
+    parts: Sequence[tuple[str, TokenPart]], tokenizer: ChatTokenizer, model_folder: Path, data: DataConfig
+) -> None:
     """Raise DataError where a set has such a token; that a tokenizer knows some is no fault (Gemma 3's of 1B)."""
     facts = read_json(model_folder / "config.json") or {}
+    _refuse_without_position(parts, facts, data)
     rows = facts.get("vocab_size", (facts.get("text_config") or {}).get("vocab_size"))
     most = max(tokenizer.backend.get_vocab_size(with_added_tokens=True) - 1, *tokenizer.added, 0)
     if not isinstance(rows, int) or most < rows:
@@ -34,4 +40,21 @@ def refuse_without_row(parts: Iterable[tuple[str, TokenPart]], tokenizer: ChatTo
                 f"{name} has the token {tokenizer.backend.id_to_token(token)!r}, number {token:,}, and the model has "
                 f"rows for {rows:,} tokens: its tokenizer was given some, and the model was not",
                 fix="give it rows, once:   model.resize_token_embeddings(len(tokenizer)) of transformers; then save it",
+            )
+
+
+def _refuse_without_position(
+    parts: Sequence[tuple[str, TokenPart]], facts: Mapping[str, Any], data: DataConfig
+) -> None:
+    most = longest_text(facts)
+    if most is None or data.max_length <= most:
+        return
+    # Plain text of any length is cut into rows of max_length.
+    longest = [(name, min(int(part.lengths.max(initial=0)), data.max_length)) for name, part in parts]
+    for name, length in [*longest, *([("the stream", data.max_length)] if data.stream else [])]:
+        if length > most:
+            raise DataError(
+                f"{name} has a sample of {length:,} tokens, and the model has a table of {most:,} positions: it reads "
+                "no longer text",
+                fix=f"cut them there:   data.max_length: {most}   (duoka score: --max-length {most})",
             )
