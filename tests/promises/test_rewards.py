@@ -299,6 +299,14 @@ def test_the_command_scores_pairs_and_conversations(case, runs, capsys):
     (line,) = (runs["auto"].path / "scores.jsonl").read_text(encoding="utf-8").splitlines()
     assert set(json.loads(line)) == {"sample", "tokens", "score"}
     assert "1 answers, by 1 process" in capsys.readouterr().out
+    lost = answers.with_name("lost.jsonl")
+    lost.write_text('{"prompt": "cat", "completion": 5}\n' + answers.read_text(encoding="utf-8"), encoding="utf-8")
+    settings = runs["auto"].path / "config.yaml"
+    whole = settings.read_text(encoding="utf-8")
+    settings.write_text(whole.replace("on_bad: error", "on_bad: skip"), encoding="utf-8")
+    assert duoka(["score", str(runs["auto"].path), str(lost), "--precision=fp32"]) == 0
+    settings.write_text(whole, encoding="utf-8")
+    assert "note: 1 records were wrong or had no answer left, and have no number" in capsys.readouterr().out
     answers.with_name("plain.txt").write_text("words alone\n", encoding="utf-8")
     assert duoka(["score", str(runs["auto"].path), str(answers.with_name("plain.txt"))]) == 2
     assert "holds plain text, and a score is of an answer" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Tasks: what they ask, what counts as right, and that no test item is ever learned."""
 
+import gzip
 import json
 import time
 from pathlib import Path
@@ -203,3 +204,22 @@ def test_a_limit_takes_items_from_all_over_the_file(tmp_path):
     some = in_order(task, 40)
     assert [item.id for item in some] == [item.id for item in in_order(task, None)[:40]]
     assert len({item.id.split("-")[0] for item in some}) == 4
+
+
+def test_files_of_spreadsheets_and_windows_are_read_and_cut_ones_named(tmp_path):
+    """A mark of UTF-8 at the beginning, blank lines at the end."""
+    rows = "Which?,a,b,c,d,C\r\nWhy?,a,b,c,d,A\r\n\r\n"
+    (tmp_path / "test.csv").write_text(rows, encoding="utf-8-sig", newline="")
+    (task,) = find_tasks(f"mmlu:{tmp_path}")
+    first, second = task.items("test")
+    assert first.question[0][1].startswith("Multiple Choice question: Which?\n") and second.answer == "A"
+    (tmp_path / "gsm").mkdir()
+    file = tmp_path / "gsm" / "test.jsonl"
+    file.write_text(json.dumps(GSM8K) + "\r\n", encoding="utf-8-sig", newline="")
+    (task,) = find_tasks(f"gsm8k:{file}")
+    assert task.items("test")[0].facts["value"] == "4"
+    packed = tmp_path / "gsm" / "test.jsonl.gz"
+    packed.write_bytes(gzip.compress(json.dumps(GSM8K).encode())[:-12])
+    (task,) = find_tasks(f"gsm8k:{packed}")
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        task.items("test")

@@ -31,7 +31,7 @@ class Scored:
 
     path: Path
     num_answers: int
-    num_dropped: int  # records without an answer that is left
+    num_dropped: int  # wrong records that the run skips, and those without an answer that is left
     world_size: int
     num_ahead: int | None = None
 
@@ -44,7 +44,7 @@ class Scored:
                 f"the better answer is ahead in {self.num_ahead:,} of {pairs:,} pairs ({self.num_ahead / pairs:.1%})"
             )
         if self.num_dropped:
-            out.append(f"note: {self.num_dropped:,} records had no answer left, and have no number")
+            out.append(f"note: {self.num_dropped:,} records were wrong or had no answer left, and have no number")
         return out
 
 
@@ -91,7 +91,8 @@ def score(trained: Trained, prepared: PreparedData, target: Path, *, precision: 
         for sample, side, tokens, value in found
     ]
     write_text_atomic(target, "\n".join(lines) + "\n")
-    dropped = sum(one.counts.num_dropped_masked + one.counts.num_dropped_long for one in prepared.report.sets)
+    counts = [one.counts for one in prepared.report.sets]
+    dropped = sum(one.num_dropped_masked + one.num_dropped_long + one.num_bad for one in counts)
     values = [value for *_, value in found]
     ahead = sum(one > other for one, other in zip(values[::2], values[1::2], strict=True)) if paired else None
     return Scored(target, len(found), dropped, world.size, ahead)

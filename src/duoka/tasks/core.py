@@ -91,7 +91,7 @@ def _read_items(facts: _Facts) -> tuple[Item, ...]:
     random.Random(_ORDER_SEED).shuffle(records)
     try:
         return tuple(_item(facts, records, place) for place in range(len(records)))
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError) as error:
         raise wrong_record(f"core/{facts.label}", facts.file, error) from None
 
 

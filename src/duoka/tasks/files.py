@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from duoka.errors import DataError
 
+_TEXT = "utf-8-sig"  # with or without the mark that Windows' programs begin a file with
 _KINDS = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
 
 
@@ -34,20 +36,27 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         yield from pq.read_table(path).to_pylist()
         return
     if name.endswith(".csv"):
-        with path.open(encoding="utf-8", newline="") as rows:
-            for row in csv.reader(rows):
+        with path.open(encoding=_TEXT, newline="") as rows:
+            for row in filter(None, csv.reader(rows)):  # spreadsheets end with a blank line
                 yield {"row": row}
         return
-    with gzip.open(path, "rt", encoding="utf-8") if name.endswith(".gz") else path.open(encoding="utf-8") as file:
-        if name.endswith(".json"):
-            yield from json.load(file)
-            return
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except ValueError as error:
-                    raise DataError(f"{path} is no JSON lines: {error}", where=f"line {number}") from None
+    try:
+        with gzip.open(path, "rt", encoding=_TEXT) if name.endswith(".gz") else path.open(encoding=_TEXT) as file:
+            if name.endswith(".json"):
+                yield from json.load(file)
+                return
+            yield from _read_lines(path, file)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} cannot be unpacked ({error})", fix="it was cut short: copy it again") from None
+
+
+def _read_lines(path: Path, file: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{path} is no JSON lines: {error}", where=f"line {number}") from None
 
 
 def wrong_record(task: str, path: Path, error: Exception) -> DataError:
