@@ -21,7 +21,7 @@ def asked(answer: str) -> dict[str, object]:
 
 
 def test_a_token_that_the_model_has_no_row_for_is_named_where_a_text_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
     folder = write_tiny_model(tmp_path / "model")
@@ -40,6 +40,11 @@ def test_a_token_that_the_model_has_no_row_for_is_named_where_a_text_has_it(
         assert f"has the token '<t{last + 1}>', number {rows:,}" in caught.value.what
         assert f"rows for {rows:,} tokens" in caught.value.what and "beyond" in caught.value.what
         assert "resize_token_embeddings" in (caught.value.fix or "")
+    texts = tmp_path / "texts.txt"
+    texts.write_text(f"a\n<t{last}> <t{last + 1}>\n", encoding="utf-8")
+    assert duoka(["embed", str(folder), str(texts), "--nproc", "1"]) == 2
+    assert f"the texts have the token '<t{last + 1}>', number {rows:,}" in capsys.readouterr().err
+    assert not texts.with_name(".texts.txt.npy.draft").exists()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from duoka.data.tokens.rows import refuse_texts_without_row
 from duoka.errors import ConfigError, DataError, typed
 from duoka.plan.families import longest_text
 from duoka.serve.load_run import Trained, agree_on_checkpoint, choose_dtype, load_chat_tokenizer, load_trained
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     import torch
 
     from duoka.comm.world import World
-    from duoka.data.tokens.tokenizer import ChatTokenizer
 
 TOKENS_AT_ONCE = 8192
 
@@ -99,7 +99,10 @@ def embed(
             np.lib.format.open_memmap(draft, mode="w+", dtype=np.float32, shape=(len(texts), num_dims)).flush()
             _reserve(draft)
         world.barrier()
-        counts = world.sum(list(_fill(world, lm, tokenizer, texts, _open_shared(draft), max_length)))
+        own = {place: tokenizer.encode(texts[place])[0] for place in range(world.rank, len(texts), world.size)}
+        if not trained.is_adapted:  # an adapter may have brought rows
+            refuse_texts_without_row(own.values(), tokenizer, trained.full or trained.base)
+        counts = world.sum(list(_fill(world, lm, own, _open_shared(draft), max_length)))
         if world.is_main:
             os.replace(draft, target)
         world.barrier()
@@ -134,15 +137,13 @@ def _open_shared(target: Path) -> np.ndarray:
 
 
 def _fill(
-    world: World, lm: torch.nn.Module, tokenizer: ChatTokenizer, texts: Sequence[str], rows: np.ndarray, longest: int
+    world: World, lm: torch.nn.Module, ids: dict[int, list[int]], rows: np.ndarray, longest: int
 ) -> tuple[float, float]:
-    """This rank's rows; returns how many of its texts were empty, and cut."""
+    """The rows of this rank's texts; returns how many of these were empty, and cut."""
     import torch
 
     from duoka.model.own_lengths import find_stretch
 
-    own = range(world.rank, len(texts), world.size)
-    ids = {place: tokenizer.encode(texts[place])[0] for place in own}
     num_cut = sum(len(one) > longest for one in ids.values())
     ids = {place: one[:longest] for place, one in ids.items()}
     decoder: Any = lm.get_base_model() if hasattr(lm, "get_base_model") else lm  # type: ignore[operator]

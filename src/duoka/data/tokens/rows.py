@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +24,38 @@ def refuse_without_row(
     """Raise DataError where a set has such a token; that a tokenizer knows some is no fault (Gemma 3's of 1B)."""
     facts = read_json(model_folder / "config.json") or {}
     _refuse_without_position(parts, facts, data)
-    rows = facts.get("vocab_size", (facts.get("text_config") or {}).get("vocab_size"))
-    most = max(tokenizer.backend.get_vocab_size(with_added_tokens=True) - 1, *tokenizer.added, 0)
-    if not isinstance(rows, int) or most < rows:
+    rows = _rows_that_miss_some(facts, tokenizer)
+    if rows is None:
         return
     for name, part in parts:
-        ids = part.arrays.ids
-        for start in range(0, len(ids), _AT_ONCE):
-            beyond = np.asarray(ids[start : start + _AT_ONCE])
-            beyond = beyond[beyond >= rows]
-            if not len(beyond):
-                continue
-            token = int(beyond[0])
-            raise DataError(
-                f"{name} has the token {tokenizer.backend.id_to_token(token)!r}, number {token:,}, and the model has "
-                f"rows for {rows:,} tokens: its tokenizer was given some, and the model was not",
-                fix="give it rows, once:   model.resize_token_embeddings(len(tokenizer)) of transformers; then save it",
-            )
+        for start in range(0, len(part.arrays.ids), _AT_ONCE):
+            _refuse_beyond(f"{name} has", np.asarray(part.arrays.ids[start : start + _AT_ONCE]), rows, tokenizer)
+
+
+def refuse_texts_without_row(texts: Iterable[Sequence[int]], tokenizer: ChatTokenizer, model_folder: Path) -> None:
+    """The same for encoded texts that are no set."""
+    rows = _rows_that_miss_some(read_json(model_folder / "config.json") or {}, tokenizer)
+    for ids in texts if rows is not None else ():
+        _refuse_beyond("the texts have", np.asarray(ids), rows or 0, tokenizer)
+
+
+def _rows_that_miss_some(facts: Mapping[str, Any], tokenizer: ChatTokenizer) -> int | None:
+    """How many tokens the model has rows for; None where those are all that the tokenizer knows."""
+    rows = facts.get("vocab_size", (facts.get("text_config") or {}).get("vocab_size"))
+    most = max(tokenizer.backend.get_vocab_size(with_added_tokens=True) - 1, *tokenizer.added, 0)
+    return rows if isinstance(rows, int) and most >= rows else None
+
+
+def _refuse_beyond(who_has: str, ids: np.ndarray, rows: int, tokenizer: ChatTokenizer) -> None:
+    beyond = ids[ids >= rows]
+    if not len(beyond):
+        return
+    token = int(beyond[0])
+    raise DataError(
+        f"{who_has} the token {tokenizer.backend.id_to_token(token)!r}, number {token:,}, and the model has "
+        f"rows for {rows:,} tokens: its tokenizer was given some, and the model was not",
+        fix="give it rows, once:   model.resize_token_embeddings(len(tokenizer)) of transformers; then save it",
+    )
 
 
 def _refuse_without_position(
