@@ -12,6 +12,7 @@ from families import write_family
 from tiny import build_tiny_tokenizer, write_tiny_model
 
 from duoka.cli import run as duoka
+from duoka.config.schema import StageConfig
 from duoka.data.prepare import prepare_data
 from duoka.errors import DataError
 
@@ -81,3 +82,11 @@ def test_what_is_measured_and_embedded_ends_where_the_positions_do(
     assert "2 texts (1 were cut), " in capsys.readouterr().out
     cut, whole = torch.tensor(np.load(f"{texts}.npy"))
     assert torch.allclose(cut, whole, atol=1e-5)
+
+
+def test_a_prompt_to_be_answered_leaves_room_in_the_table(ends_at_64: Path, tmp_path: Path) -> None:
+    talks = write_jsonl(tmp_path / "talks.jsonl", [messages_record([("user", "long " * 12), ("assistant", "!")])])
+    config = config_for(talks, max_length=128).model_copy(update={"stage": StageConfig(name="rl")})
+    config = config.model_copy(update={"rl": config.rl.model_copy(update={"max_new_tokens": 8})})
+    with pytest.raises(DataError, match=r"a prompt has 1?[0-9]{2} tokens, .* 64 positions"):
+        prepare_data(config, tmp_path, ends_at_64)

@@ -31,7 +31,7 @@ from duoka.data.read.records import FilePiece, find_pieces, read_piece
 from duoka.data.read.registry import MOST_FAULTS, ResolvedSet, find_sets, max_record_bytes
 from duoka.data.report import DataReport, SetReport, count_lengths, cut_notes, label_notes, measure_padding
 from duoka.data.set_key import key_of
-from duoka.data.tokens.rows import refuse_without_row
+from duoka.data.tokens.rows import refuse_prompts_without_row, refuse_without_row
 from duoka.data.tokens.template import Sample
 from duoka.data.tokens.token_store import TokenPart, TokenStore, write_part
 from duoka.data.tokens.tokenize import Counts, Job, PieceResult, read_arrays, tokenize_pieces
@@ -94,6 +94,7 @@ def prepare_data(
     if config.stage.kind.draws:
         tokenizer = read_tokenizer(config.model, base, model_folder)
         prompts, said = prepare_prompts(config, base, tokenizer)
+        refuse_prompts_without_row(prompts.ids, tokenizer, model_folder)
         return PreparedData(prompts, None, said, tokenizer.pad_id)
     sets = find_sets(config, base)
     tokenizer = read_tokenizer(config.model, base, model_folder)

@@ -39,6 +39,17 @@ def refuse_texts_without_row(texts: Iterable[Sequence[int]], tokenizer: ChatToke
         _refuse_beyond("the texts have", np.asarray(ids), rows or 0, tokenizer)
 
 
+def refuse_prompts_without_row(prompts: Sequence[Sequence[int]], tokenizer: ChatTokenizer, model_folder: Path) -> None:
+    """The same for prompts, which are to leave room for an answer."""
+    refuse_texts_without_row(prompts, tokenizer, model_folder)
+    most, longest = longest_text(read_json(model_folder / "config.json") or {}), max(map(len, prompts), default=0)
+    if most is not None and longest >= most:
+        raise DataError(
+            f"a prompt has {longest:,} tokens, and the model has a table of {most:,} positions: no room for an answer",
+            fix=f"write   data.max_length: {most}   so that such prompts are left out, and counted",
+        )
+
+
 def _rows_that_miss_some(facts: Mapping[str, Any], tokenizer: ChatTokenizer) -> int | None:
     """How many tokens the model has rows for; None where those are all that the tokenizer knows."""
     rows = facts.get("vocab_size", (facts.get("text_config") or {}).get("vocab_size"))
