@@ -118,7 +118,7 @@ def knows_tools(tokenizer: ChatTokenizer, tools: list[dict[str, Any]]) -> bool:
     asked = [{"role": "user", "content": "?"}]
     try:
         return tokenizer.render(asked, tools, prompt=True) != tokenizer.render(asked, None, prompt=True)
-    except TemplateError:
+    except (TemplateError, TypeError, ValueError, KeyError):
         return False
 
 

@@ -17,6 +17,7 @@ from duoka.serve.api.fields import BadRequest
 from duoka.serve.api.requests import Asked
 from duoka.serve.api.text import Answer, Piece
 from duoka.serve.batching.scheduler import Done, Event, Failed, IsClosing, IsFull, Scheduler, Scored, TooLarge, TooMany
+from duoka.serve.tools import end_of_speech
 from duoka.tasks.tool_calls import split_calls
 
 _LOOK_S = 0.25  # how often it is looked whether whoever asked is still there
@@ -32,6 +33,7 @@ class _Choice:
     piece: Piece = field(default_factory=Piece)  # all of it
     prompt_scores: list[Scored] = field(default_factory=list)
     num_letters: int = 0  # of the text that the tokens told so far make: where the next one begins
+    num_said: int = 0  # letters that were streamed of an answer beside tools
     finish: str | None = None
     has_begun: bool = False
 
@@ -164,15 +166,29 @@ class Reply:
         if not self._asked.is_chat:
             return self._completion_part(number, piece, finish, with_prompt=is_first)
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
-        if self._asked.tools:  # calls are told from text once all of it is there
-            if finish is not None:
-                said, calls = split_calls(choice.piece.text, self._asked.tools)
-                delta |= {"content": said or ""} if said or not calls else {}
-                delta |= {"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]} if calls else {}
-                finish = "tool_calls" if calls and finish == "stop" else finish
-        elif piece.text:
-            delta["content"] = piece.text
+        if self._asked.tools and finish is not None:
+            said, calls = self._rest_beside_tools(choice)
+            delta |= {"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]} if calls else {}
+            finish = "tool_calls" if calls and finish == "stop" else finish
+        else:
+            said = self._speech(choice) if self._asked.tools else piece.text
+        delta |= {"content": said} if said else {}
         return {"index": number, "delta": delta, "logprobs": self._logprobs(piece), "finish_reason": finish}
+
+    def _speech(self, choice: _Choice) -> str:
+        """What is new of it up to where a call may begin."""
+        text, begin = choice.piece.text, choice.num_said
+        choice.num_said = max(begin, end_of_speech(text, self._asked.tools))
+        return text[begin : choice.num_said]
+
+    def _rest_beside_tools(self, choice: _Choice) -> tuple[str, list[dict[str, Any]]]:
+        """What was not streamed of a finished answer, and its calls, which are told once all of it is there."""
+        text = choice.piece.text
+        said, calls = split_calls(text, self._asked.tools)
+        if not calls:
+            return text[choice.num_said :], []
+        said, sent = said or "", text[: choice.num_said].lstrip()  # beside calls it is without blanks at its ends
+        return said.removeprefix(sent if said.startswith(sent) else sent.rstrip()), calls
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if self._asked.num_top is None:

@@ -24,6 +24,8 @@ MOST_TOP = 20
 MOST_STOPS = 16
 USUAL_NEW = 1024  # tokens of an answer to a chat request that names no number; completions have 16, as OpenAI's
 _UNSERVED_OF_MESSAGES = {"function_call": "write tool_calls", "audio": "models here read text"}
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "description": "d"}}, "required": ["a"]}
+_WHOLE_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": _SCHEMA}}
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -252,8 +254,17 @@ def _tool_calls(raw: Any, param: str) -> str:
             for one in raw
         ]
     except (TypeError, KeyError, ValueError, AttributeError):
-        raise BadRequest(f"{param} must be a list of function calls whose arguments are JSON", param) from None
+        calls = [{"name": None}]
+    # Templates write arguments one by one, and anything else would break in them.
+    if not all(_is_name(call["name"]) and isinstance(call["arguments"], dict) for call in calls):
+        raise BadRequest(
+            f"{param} must be a list of function calls, each with a name, whose arguments are a JSON object", param
+        )
     return json.dumps(calls, ensure_ascii=False)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 def _tools(fields: Fields, tokenizer: ChatTokenizer) -> tuple[str | None, tuple[str, ...]]:
@@ -266,9 +277,15 @@ def _tools(fields: Fields, tokenizer: ChatTokenizer) -> tuple[str | None, tuple[
     if not tools or choice == "none":
         return None, ()
     try:
-        names = tuple(str(one["function"]["name"]) for one in tools)
+        names = tuple(one["function"]["name"] for one in tools)
     except (TypeError, KeyError):
-        raise BadRequest("tools must be a list of functions, each with a name", "tools") from None
+        names = (None,)
+    if not all(map(_is_name, names)):
+        raise BadRequest("tools must be a list of functions, each with a name", "tools")
     if not knows_tools(tokenizer, tools):
-        raise BadRequest(f"the chat template ({tokenizer.template_name}) knows no tools", "tools")
+        can = knows_tools(tokenizer, [_WHOLE_TOOL])
+        what = (
+            "cannot write these: has each a description, and parameters as a JSON schema?" if can else "knows no tools"
+        )
+        raise BadRequest(f"the chat template ({tokenizer.template_name}) {what}", "tools")
     return json.dumps(tools, ensure_ascii=False), names
