@@ -246,6 +246,12 @@ def test_files_that_are_no_adapter_are_refused_and_the_server_goes_on(
     assert complete(server, "abc", max_tokens=2)["finish_reason"]
 
 
+def test_a_name_that_no_disk_takes_is_refused_as_any_other(server: Server) -> None:
+    for path in ("a" * 3000, "a\0b"):
+        status, answer = post(server, "/v1/load_lora_adapter", lora_name="odd", lora_path=path)
+        assert (status, answer["error"]["param"]) == (400, "lora_path"), answer
+
+
 def test_an_adapter_on_the_base_is_not_laid_over_a_model_that_was_trained_in_full(
     folder: Path, adapter: Path, tmp_path: Path
 ) -> None:

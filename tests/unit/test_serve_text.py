@@ -9,7 +9,7 @@ import torch
 from duoka.data.tokens.templates import NAMED_TEMPLATES
 from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.model.sampling import Sampling, choose_token, uniform
-from duoka.serve.api.requests import Facts, read_chat
+from duoka.serve.api.requests import Facts, read_chat, read_completion
 from duoka.serve.api.text import Answer
 from duoka.serve.batching.scheduler import Scored
 from duoka.tasks.tool_calls import split_calls
@@ -106,6 +106,13 @@ def test_counted_draws_follow_the_probabilities():
     for count, chance in zip(counts, chances.tolist(), strict=True):
         assert count / 4000 == pytest.approx(chance, abs=4 * (chance * (1 - chance) / 4000) ** 0.5)
     assert uniform(1, 0, 5) == uniform(1, 0, 5) != uniform(1, 1, 5)
+
+
+def test_a_share_of_nothing_is_the_likeliest_token_alone(tokenizer):
+    facts = Facts(tokenizer, 1000, 1000, frozenset(), {"m": None})
+    sampling = read_completion({"model": "m", "prompt": "a", "top_p": 0}, facts).sampling
+    logits = torch.tensor([0.1, 0.3, 0.2])
+    assert {choose_token(logits, replace(sampling, seed=seed), 0) for seed in range(40)} == {1}
 
 
 def test_small_shares_are_left_out():

@@ -22,6 +22,7 @@ from duoka.serve.batching.scheduler import Job, Mailbox
 MOST_ANSWERS = 128
 MOST_TOP = 20
 MOST_STOPS = 16
+_LEAST_SHARE = 1e-9  # which the likeliest token alone makes up; so does 0, in OpenAI's words
 USUAL_NEW = 1024  # tokens of an answer to a chat request that names no number; completions have 16, as OpenAI's
 _UNSERVED_OF_MESSAGES = {"function_call": "write tool_calls", "audio": "models here read text"}
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "description": "d"}}, "required": ["a"]}
@@ -167,7 +168,7 @@ def _sampling(fields: Fields, facts: Facts, shortest: Sequence[int], new: int) -
         raise BadRequest(f"seed is {seed!r}; it must be a whole number", "seed")
     return Sampling(
         temperature=fields.number("temperature", 1.0, 0.0, 2.0),
-        top_p=fields.number("top_p", 1.0, 1e-9, 1.0),
+        top_p=max(fields.number("top_p", 1.0, 0.0, 1.0), _LEAST_SHARE),
         max_new_tokens=min(new, max(0, facts.window - len(shortest))),
         seed=secrets.randbits(63) if seed is None else seed,
         top_k=max(0, fields.whole("top_k", 0, -1) or 0),

@@ -77,8 +77,8 @@ class Service:
     def _load_adapter(self, name: str, folder: Path) -> None:
         if name in self.adapters:
             raise BadRequest(f"there is a model {name!r} already; unload it first", "lora_name")
-        folder = _folder_of_adapter(folder)
         try:
+            folder = _folder_of_adapter(folder)
             refuse_other_base(str(folder), read_base(folder), self.base)
             found = self.scheduler.model.adapters.read(folder)
         except _BROKEN as error:
