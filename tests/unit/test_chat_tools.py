@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from duoka.cli import run as duoka
 from duoka.data.tokens.tokenizer import load_tokenizer
-from duoka.serve.chat import Chat
+from duoka.serve.chat import Chat, talk
 from duoka.serve.tools import end_of_speech
 from duoka.tasks.calculate import Refused, calculate
 from duoka.tasks.run_code import output_of
@@ -116,3 +116,27 @@ def test_calls_without_end_are_made_eight_times(tiny_model: Path, monkeypatch: p
     chat = Chat(lm, load_tokenizer(tiny_model), None, tools={"calculator": TOOLS["calculator"]})  # type: ignore[arg-type]
     assert "after 8 rounds" in "".join(chat.ask("go")) and len(made) == 8
     assert chat.messages[-1]["role"] == "assistant" and "tool_calls" not in chat.messages[-1]
+
+
+@pytest.mark.parametrize("breaks_at", [0, 1])
+def test_a_call_that_is_broken_off_leaves_no_call_without_an_answer(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, breaks_at: int
+) -> None:
+    """Templates refuse such a history (Mistral's), and with it each later question."""
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
+    made = []
+
+    def broken_off(*asked: object) -> str:
+        if len(made) == breaks_at:
+            raise KeyboardInterrupt
+        made.append(asked)
+        return "2"
+
+    monkeypatch.setattr("duoka.serve.chat.stream_answer", lambda *_: iter(["Wait. ", call, call]))
+    monkeypatch.setattr("duoka.serve.chat.call_tool", broken_off)
+    lm = SimpleNamespace(config=LlamaConfig(max_position_embeddings=4096))
+    chat = Chat(lm, load_tokenizer(tiny_model), None, tools={"calculator": TOOLS["calculator"]})  # type: ignore[arg-type]
+    typed = iter(["go", "/quit"])
+    talk(chat, lambda prompt: next(typed), lambda text: None)
+    assert [(one["role"], one["content"]) for one in chat.messages] == [("user", "go"), ("assistant", "Wait.")]
+    assert "tool_calls" not in chat.messages[-1]

@@ -193,9 +193,13 @@ def test_an_answer_that_was_cut_is_said_to_be(lm: torch.nn.Module, tokenizer) ->
     assert cuts == [True], "what ends with a stop token is whole"
 
 
-def test_a_template_that_refuses_is_named(lm: torch.nn.Module, tokenizer) -> None:
-    picky = replace(tokenizer, template="{{ raise_exception('no system turns here') }}")
-    with pytest.raises(ConfigError, match="no system turns here"):
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [("{{ raise_exception('no system turns here') }}", "no system turns here"), ("{{ 'a' + messages }}", "str")],
+)
+def test_a_template_that_refuses_is_named(lm: torch.nn.Module, tokenizer, template: str, words: str) -> None:
+    picky = replace(tokenizer, template=template)
+    with pytest.raises(ConfigError, match=words):
         list(make_chat(lm, picky, system="Be brief.").ask("Hi"))
 
 

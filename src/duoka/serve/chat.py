@@ -86,12 +86,22 @@ class Chat:
             self.messages[-1]["tool_calls"] = [
                 {"id": call["id"], "type": "function", "function": as_asked(call)} for call in calls
             ]
+            yield from self._call(calls)
+        yield f"(after {MOST_CALLS} rounds of calls no more are made)"
+
+    def _call(self, calls: list[dict[str, Any]]) -> Iterator[str]:
+        """Make the calls that the last message asks for. Broken off, none was asked for: templates refuse a history
+        with a call that nothing answered."""
+        at = len(self.messages)
+        try:
             for call in calls:
                 answer = call_tool(self.tools, call)
                 beside = {"name": call["function"]["name"], "tool_call_id": call["id"]}
                 self.messages.append({"role": "tool", "content": answer, **beside})
                 yield f"[{call['function']['name']} {call['function']['arguments']} -> {answer}]\n"
-        yield f"(after {MOST_CALLS} rounds of calls no more are made)"
+        except BaseException:
+            del self.messages[at:], self.messages[at - 1]["tool_calls"]
+            raise
 
     def _stream(self, prompt: list[int], pieces: list[str]) -> Iterator[str]:
         """What is said, without the text of calls; all of it lies in `pieces`."""
@@ -136,7 +146,7 @@ class Chat:
         try:
             tools = [tool.schema for tool in self.tools.values()] or None
             text, _, cuts = without_marks(self.tokenizer.render(messages, tools, prompt=True), [], mark)
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"the chat template ({self.tokenizer.template_name}) refuses the conversation: {error}",
                 fix="leave --system out" if self.system else "try another model.template",
