@@ -178,7 +178,10 @@ class Reply:
     def _speech(self, choice: _Choice) -> str:
         """What is new of it up to where a call may begin."""
         text, begin = choice.piece.text, choice.num_said
-        choice.num_said = max(begin, end_of_speech(text, self._asked.tools))
+        # Only what is held is looked at: all of a long answer, for each token and tool, would take milliseconds.
+        spoken = "." if begin else ""  # behind speech no call is bare JSON
+        held = spoken + text[begin:]
+        choice.num_said += max(0, end_of_speech(held, self._asked.tools) - len(spoken))
         return text[begin : choice.num_said]
 
     def _rest_beside_tools(self, choice: _Choice) -> tuple[str, list[dict[str, Any]]]:
