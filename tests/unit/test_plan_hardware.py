@@ -1,11 +1,21 @@
 """Reading a machine: made-up files of the operating system in, facts out."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 
+from duoka.cluster import node_probe
+from duoka.plan import hardware
 from duoka.plan.catalog import cluster_of
-from duoka.plan.hardware import Machine, parse_gpus, read_cgroup_limit, read_cpu, read_machine
+from duoka.plan.hardware import (
+    Machine,
+    count_usable_cores,
+    parse_gpus,
+    read_cgroup_limit,
+    read_cpu,
+    read_machine,
+)
 
 MIB = 2**20
 SMI = """0, GPU-aaaa-1, NVIDIA A100-SXM4-80GB, 81920, 81000, 8.0
@@ -104,6 +114,31 @@ def test_limits_of_the_older_kind_of_groups_are_read_and_none_is_none(tmp_path):
     write(own, "0::/\n")
     assert read_cgroup_limit(root, own) is None
     assert read_cgroup_limit(root, tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_the_share_of_cpu_time_of_nested_groups_counts(tmp_path, monkeypatch, older):
+    """Of a job of Slurm's or systemd's, where the root of groups is the machine's and has no limit."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16), raising=False)
+    own, root = tmp_path / "cgroup", tmp_path / "fs"
+    write(own, "1:cpu,cpuacct:/jobs/7/step\n" if older else "0::/jobs/7/step\n")
+    assert count_usable_cores(root, own) == 16
+    for group, quota in (("jobs/7", 400000), ("jobs/7/step", -1)):
+        if older:
+            write(root / "cpu" / group / "cpu.cfs_quota_us", f"{quota}\n")
+            write(root / "cpu" / group / "cpu.cfs_period_us", "100000\n")
+        else:
+            write(root / group / "cpu.max", f"{quota if quota > 0 else 'max'} 100000\n")
+    assert count_usable_cores(root, own) == 4
+
+
+def test_a_node_tells_what_its_groups_leave_it(monkeypatch):
+    """It counted the machine's cores, and page cache as used memory."""
+    monkeypatch.setattr(hardware, "count_usable_cores", lambda: 3)
+    monkeypatch.setattr(hardware, "read_memory", lambda: (700, 600))
+    assert node_probe.cores() == 3 and node_probe.memory() == {"total": 700, "available": 600}
+    monkeypatch.setitem(sys.modules, "duoka.plan.hardware", None)  # where duoka is not there
+    assert node_probe.cores() >= 1 and node_probe.memory()["total"] > 700
 
 
 def test_idle_cores_do_not_count_when_the_user_sets_threads():

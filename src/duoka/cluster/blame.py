@@ -16,6 +16,7 @@ from duoka.cluster.hang import LEFT_EARLY, Hang
 from duoka.cluster.launch import WorldSpec
 from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, LEFT_AT_ONCE, Kind, Verdict, failed, stopped
 from duoka.errors import DuokaError, StoppedEarly, StorageError, WorkerFailed
+from duoka.plan.hardware import count_oom_kills, read_cgroup_limit
 from duoka.process.exits import ENDED_BY_STOP, RankExit
 from duoka.process.no_memory import no_memory, says_no_memory
 from duoka.process.no_process import no_process, says_no_process
@@ -26,6 +27,7 @@ from duoka.runs.failure import Failure, read_failures
 from duoka.runs.folder import RunFolder
 from duoka.runs.heart import Beat, describe_place, read_beats
 from duoka.runs.manifest import list_checkpoints
+from duoka.units import format_bytes
 
 # Codes that duoka's commands document: a rank that ends with one has said what a user needs to know.
 DOCUMENTED = (2, 3, 4, 6, 75)
@@ -126,7 +128,7 @@ def _judge_failure(spec: WorldSpec, exits: Sequence[RankExit], failures: dict[in
         how, what, traceback = _describe(spec, cause, failure)
         lines = [f"{WorkerFailed.title}: {who} {how}{after}"]
         lines += _last_seen(spec.run, cause) if failure is None else []
-        lines += [f"  {_HINTS[what]}"] if failure is None and what in _HINTS and not cause.by_us else []
+        lines += [f"  {_hint(spec, what)}"] if failure is None and what in _HINTS and not cause.by_us else []
         fault = _find_fault(spec.run, cause) if failure is None and code == WorkerFailed.exit_code else None
         if fault is not None:
             code, traceback = fault.exit_code, []
@@ -137,6 +139,15 @@ def _judge_failure(spec: WorldSpec, exits: Sequence[RankExit], failures: dict[in
     again = failure is not None and failure.kind == SMALLER
     details = (*traceback, *_where(spec, cause.rank), *hint)
     return Verdict(kind, code, tuple(lines), details, cause.rank, what, step, again)
+
+
+def _hint(spec: WorldSpec, signal_name: str) -> str:
+    killed = count_oom_kills() if signal_name == "SIGKILL" and spec.oom_kills is not None else None
+    if killed is None or spec.oom_kills is None or killed <= spec.oom_kills:
+        return _HINTS[signal_name]
+    limit = read_cgroup_limit()
+    room = "this machine" if limit is None else f"this container or job ({format_bytes(limit.limit_bytes)})"
+    return f"the kernel killed it, for {room} was out of memory; what a run needs:   duoka plan CONFIG"
 
 
 def _left_before(exits: Sequence[RankExit], cause: RankExit, failure: Failure | None) -> RankExit | None:

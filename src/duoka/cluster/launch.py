@@ -30,6 +30,7 @@ class WorldSpec(Spec):
     port: int = 0  # 0: a free one
     num_restarts: int = 0  # how many worlds of this run have failed before
     log_from: int = 0  # where in the event log its own begins
+    oom_kills: int | None = None  # that this group of processes had seen before
 
 
 def count_processes(asked: int | None, num_gpus: int) -> int:

@@ -35,7 +35,6 @@ GPU_STATE = (
     "pcie.link.width.current,pcie.link.width.max,power.limit,power.default_limit,clocks.applications.graphics,"
     "clocks.default_applications.graphics,clocks.max.graphics"
 )
-_OLD_CGROUP = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 RATE_S = 0.4
 REFUSED, FILTERED, UNROUTABLE, UNRESOLVED = "refused", "filtered", "unroutable", "unresolved"
 HOW = {errno.ECONNREFUSED: REFUSED, errno.EHOSTUNREACH: UNROUTABLE, errno.ENETUNREACH: UNROUTABLE}
@@ -147,27 +146,25 @@ def sample(path: str) -> str:
     return digest.hexdigest()
 
 
+def duokas_own(name: str) -> Any:
+    """What duoka itself reads of this machine, where it is there: it knows the limits of groups (containers, jobs)."""
+    try:
+        return getattr(importlib.import_module("duoka.plan.hardware"), name)()
+    # An environment may be broken, and that is another finding.
+    except (ImportError, SyntaxError, AttributeError, OSError, ValueError, TypeError, RuntimeError):
+        return None
+
+
 def memory() -> dict[str, int]:
+    found = duokas_own("read_memory")
+    if found:
+        return {"total": found[0], "available": found[1]}
     try:
         with open("/proc/meminfo") as file:
             words = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
-        limit, used = container_memory()
-        total, available = words["MemTotal"], words["MemAvailable"]
-        return {
-            "total": min(total, limit or total),
-            "available": min(available, max(limit - used, 0) if limit else available),
-        }
+        return {"total": words["MemTotal"], "available": words["MemAvailable"]}
     except (OSError, KeyError, ValueError, IndexError):
         return {"total": 0, "available": 0}
-
-
-def container_memory() -> tuple[int, int]:
-    """The container's limit and what it uses, in bytes; 0 without a limit."""
-    for folder, names in (("", ("memory.max", "memory.current")), ("memory/", _OLD_CGROUP)):
-        limit, used = (text_of("/sys/fs/cgroup/" + folder + name) for name in names)
-        if limit.isdigit() and int(limit) < 1 << 60:
-            return int(limit), int(used) if used.isdigit() else 0
-    return 0, 0
 
 
 def existing(path: str) -> str:
@@ -192,7 +189,8 @@ def free(path: str) -> dict[str, int]:
 
 
 def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return duokas_own("count_usable_cores") or here
 
 
 def gpus() -> str:

@@ -25,7 +25,7 @@ from duoka.cluster.patience import StopPatience
 from duoka.cluster.ranks import RankPlace, Ranks
 from duoka.cluster.verdict import Verdict
 from duoka.errors import StorageError
-from duoka.plan.hardware import count_usable_cores
+from duoka.plan.hardware import count_oom_kills, count_usable_cores
 from duoka.process.environ import LOOPBACK
 from duoka.process.exits import STOP_SIGNALS
 from duoka.process.no_room import disk_error, more_room
@@ -60,7 +60,7 @@ def run_once(spec: WorldSpec, request: Request) -> Verdict:
     clear_failures(spec.run)
     clear_stop_request(spec.run)
     clear_beats(spec.run)
-    spec = replace(spec, log_from=log_size(spec.run))
+    spec = replace(spec, log_from=log_size(spec.run), oom_kills=count_oom_kills())
     write_start(spec.run, world_size=spec.num_processes)
     world = _World(spec, request)
     try:

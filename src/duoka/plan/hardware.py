@@ -10,7 +10,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -102,10 +102,11 @@ class Machine:
 
 def available_memory_bytes() -> int:
     """Of host memory, in this container, now."""
-    return _read_memory()[1]
+    return read_memory()[1]
 
 
-def _read_memory() -> tuple[int, int]:
+def read_memory() -> tuple[int, int]:
+    """(all, available) bytes of host memory in this container, now."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -116,7 +117,7 @@ def _read_memory() -> tuple[int, int]:
 
 def read_machine(env: Mapping[str, str] = os.environ) -> Machine:
     """This machine, now."""
-    total, available = _read_memory()
+    total, available = read_memory()
     cpu_name, cpu_bf16 = read_cpu()
     gpus = read_gpus(env)
     notes: tuple[str, ...] = ()
@@ -132,20 +133,42 @@ def read_machine(env: Mapping[str, str] = os.environ) -> Machine:
     )  # fmt: skip
 
 
-def count_usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may use: its affinity, and the container's share of time when that is less."""
+_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def count_usable_cores(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int:
+    """Cores that this process may use: its affinity, and its groups' share of time when that is less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _read_cpu_quota(cgroup)
-    return max(1, min(cores, int(quota))) if quota else cores
+    quotas = [quota for folder in _own_groups("cpu", root, own) if (quota := _read_cpu_quota(folder))]
+    return max(1, min(cores, int(min(quotas, default=cores))))
 
 
-def _read_cpu_quota(cgroup: Path) -> float | None:
+def _own_groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
+    """This process's group that `controller` limits and the groups above it, in both systems of groups. A container
+    may see its own as the root."""
+    yield from (root, root / controller)
     try:
-        limit, period = (cgroup / "cpu.max").read_text(encoding="utf-8").split()
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / controller if controllers else root
+        folder = top / path.strip("/")
+        while top in folder.parents:
+            yield folder
+            folder = folder.parent
+
+
+def _read_cpu_quota(group: Path) -> float | None:
+    try:
+        limit, period = (group / "cpu.max").read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         try:
-            limit = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text(encoding="utf-8")
-            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text(encoding="utf-8")
+            limit = (group / "cpu.cfs_quota_us").read_text(encoding="utf-8")
+            period = (group / "cpu.cfs_period_us").read_text(encoding="utf-8")
         except OSError:
             return None
     try:
@@ -197,42 +220,45 @@ def _read_cpuinfo(path: Path) -> dict[str, str]:
     return {key.strip().lower(): value.strip() for key, _, value in pairs}
 
 
+# Limit, use, and the parts of it that the kernel gives back, by the newer and the older system of groups.
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+)
+
+
 @dataclass(frozen=True)
 class CgroupLimit:
     limit_bytes: int
     free_bytes: int
 
 
-def read_cgroup_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> CgroupLimit | None:
+def read_cgroup_limit(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> CgroupLimit | None:
     """The tightest memory limit of this container and the groups above it, or None without a limit."""
-    try:
-        lines = own.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    found: list[CgroupLimit] = []
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers == "":
-            found += _limits_upwards(root, path, "memory.max", "memory.current", ("inactive_file", "active_file"))
-        elif "memory" in controllers.split(","):
-            cache = ("total_inactive_file", "total_active_file")
-            found += _limits_upwards(root / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", cache)
+    found = [limit for folder in _own_groups("memory", root, own) for limit in _limits_of(folder)]
     return min(found, key=lambda limit: limit.free_bytes, default=None)
 
 
-def _limits_upwards(
-    root: Path, path: str, limit_name: str, usage_name: str, cache_names: tuple[str, ...]
-) -> list[CgroupLimit]:
-    folder, found = root / path.strip("/"), []
-    while True:
-        limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
+def _limits_of(group: Path) -> Iterator[CgroupLimit]:
+    for limit_name, usage_name, cache_names in _MEMORY_FILES:
+        limit, usage = _read_number(group / limit_name), _read_number(group / usage_name)
         # An absent limit is written as "max", or as a number near 2**63.
         if limit is not None and usage is not None and limit < 1 << 60:
-            cache = sum(_read_field(folder / "memory.stat", name) for name in cache_names)
-            found.append(CgroupLimit(limit, max(0, min(limit, limit - usage + cache))))
-        if folder == root or root not in folder.parents:
-            return found
-        folder = folder.parent
+            cache = sum(_read_field(group / "memory.stat", name) for name in cache_names)
+            yield CgroupLimit(limit, max(0, min(limit, limit - usage + cache)))
+
+
+def count_oom_kills(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int | None:
+    """Processes of this one's group that the kernel has killed for want of memory so far; None where it does not say.
+
+    Of the innermost group that counts: kills in containers beside this one are nobody's here.
+    """
+    inner = [*_own_groups("memory", root, own)][2:]
+    for folder in (*inner, root, root / "memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            if (folder / name).is_file():
+                return _read_field(folder / name, "oom_kill")
+    return None
 
 
 def _read_number(path: Path) -> int | None:
