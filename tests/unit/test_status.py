@@ -12,9 +12,10 @@ from dataclasses import asdict, replace
 import psutil
 import pytest
 
-from duoka.cluster.listing import stop_run
+from duoka.cli.runs import table
+from duoka.cluster.listing import list_runs, stop_run
 from duoka.cluster.run_lock import check_nobody_works
-from duoka.errors import ConfigError
+from duoka.errors import ConfigError, StorageError
 from duoka.runs.folder import RunFolder
 from duoka.runs.status import ProgressFile, Status, is_alive, leader_identity, read_status, update_status
 
@@ -142,6 +143,15 @@ def test_a_process_is_the_same_one_when_the_systems_clock_was_set(run, monkeypat
     assert not is_alive(replace(ours, pid_started=ours.pid_started + 1))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="by the kernel's name of a boot")
+def test_a_running_run_is_found_when_its_machine_got_another_name(run, monkeypatch):
+    """`duoka runs stop` found no process on this machine, and a second start none that works in the folder."""
+    start(run)
+    monkeypatch.setattr("socket.gethostname", lambda: "another-name")
+    assert is_alive(read_status(run)) and list_runs(run.path)[0].is_alive
+    assert not is_alive(replace(read_status(run), boot="of another machine"))
+
+
 def test_a_copy_of_a_running_runs_folder_is_not_led_by_that_process(run, tmp_path):
     """A start there was refused, and `duoka runs stop COPY` would have stopped the run that it is a copy of."""
     start(run)
@@ -160,3 +170,46 @@ def test_a_copy_of_a_running_runs_folder_is_not_led_by_that_process(run, tmp_pat
         update_status(copied, state="running", **leader_identity(leader.pid))
         assert is_alive(read_status(copied)), "who goes on in the copy leads there"
         leader.kill()
+
+
+@pytest.mark.parametrize("told", [{"state": 5, "step": "x", "cause": None}, {"state": "running", "step": None}])
+def test_a_damaged_status_ends_no_list_of_runs(run, told):
+    """A value of another kind ended `duoka runs` for all runs, with a traceback."""
+    run.status.write_text(json.dumps({"total_steps": 9, "loss": "a", "updated": "z", "pid": None} | told))
+    good = RunFolder(run.path.with_name("a\nb"))
+    good.make()
+    start(good)
+    lines = table(list_runs(run.path.parent))
+    assert len(lines) == 3 and lines[1].startswith("a b ") and "3/9" in lines[1] and "0/9" in lines[2], lines
+
+
+def test_an_output_behind_a_link_to_a_disk_that_is_not_mounted_is_named(tmp_path):
+    """It was said that the folder exists."""
+    (tmp_path / "runs").symlink_to("/mnt/not-there")
+    with pytest.raises(StorageError, match="runs is a link to /mnt/not-there, which is not there"):
+        RunFolder(tmp_path / "runs" / "a").make()
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_another_users_run_is_not_stopped_and_that_is_said(run, monkeypatch, at_once):
+    """`duoka runs stop` of a colleague's run was a bug in duoka, and with --now it tried for 10 seconds."""
+    start(run)
+
+    def refuse(pid, number):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", refuse)
+    with pytest.raises(ConfigError, match=r"is a run of .*: this user may not stop it"):
+        stop_run(run, grace_s=1.0, at_once=at_once, say=print)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o002, 0o664)])
+def test_files_of_a_run_have_the_mode_that_the_umask_asks_for(run, umask, mode):
+    """config.yaml may hold a webhook's address, and everybody could read it."""
+    before = os.umask(umask)
+    try:
+        start(run)
+    finally:
+        os.umask(before)
+    assert run.status.stat().st_mode & 0o777 == run.progress.stat().st_mode & 0o777 == mode
+    assert not [path.name for path in run.path.iterdir() if path.name.startswith(".status")]

@@ -50,6 +50,7 @@ def show(folder: str, as_json: bool) -> None:
 def table(rows: list[RunRow]) -> list[str]:
     from duoka.units import format_seconds
     from duoka.watch.screen import cells as columns
+    from duoka.watch.screen import printable
 
     cells = [("name", "state", "step", "loss", "tokens/s", "ranks", "age", "")]
     for row in rows:
@@ -59,7 +60,7 @@ def table(rows: list[RunRow]) -> list[str]:
         has_cause = row.state in ("failed", "queued") or row.cause.startswith("job ")
         note = f"pid {row.pid}" if row.is_alive else row.cause.partition("\n")[0] if has_cause else ""
         age = format_seconds(row.age_s)
-        cells.append((row.name, row.state, steps, loss, speed, str(row.world_size), age, note))
+        cells.append((printable(row.name), row.state, steps, loss, speed, str(row.world_size), age, note))
     widths = [max(columns(line[column]) for line in cells) for column in range(7)]
 
     def lay_out(line: tuple[str, ...]) -> str:

@@ -104,6 +104,7 @@ def stop_run(run: RunFolder, *, grace_s: float | None, at_once: bool, say: Calla
         where = f"it was started on {status.host}" if status is not None and elsewhere else None
         raise ConfigError(f"no process of {run.path} lives on this machine", where=where)
     leader = psutil.Process(status.pid)
+    _check_permission(run, leader)
     if not at_once:
         say(f"asked pid {status.pid} to save and leave{'' if grace_s is None else f' (at most {grace_s:g} s)'}")
         os.kill(status.pid, signal.SIGTERM)
@@ -127,6 +128,18 @@ def stop_run(run: RunFolder, *, grace_s: float | None, at_once: bool, say: Calla
             raise WorkerFailed(f"these processes could not be ended: {', '.join(map(str, left))}")
         time.sleep(0.05)
     update_status(run, state="stopped", cause="ended by duoka runs stop")
+
+
+def _check_permission(run: RunFolder, leader: psutil.Process) -> None:
+    try:
+        os.kill(leader.pid, 0)
+    except PermissionError:
+        raise ConfigError(
+            f"{run.path} is a run of {leader.username()} (pid {leader.pid}): this user may not stop it",
+            fix="ask them, or stop it as that user",
+        ) from None
+    except ProcessLookupError:
+        return
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,9 +89,17 @@ class RunFolder:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(
-                f"cannot make the run folder {self.path}: {error.strerror or error}",
+                f"cannot make the run folder {self.path}: {_dead_link(self.path) or error.strerror or error}",
                 fix="set output: to a folder that you may write to",
             ) from None
+
+
+def _dead_link(path: Path) -> str:
+    """A link to a disk that is not mounted, say; the system's own word for it is "File exists"."""
+    for one in (path, *path.parents):
+        if os.path.islink(one) and not os.path.exists(one):
+            return f"{one} is a link to {os.readlink(one)}, which is not there"
+    return ""
 
 
 def read_owner(run: RunFolder) -> str:
@@ -129,17 +137,18 @@ def write_asked(path: Path, text: str) -> None:
 
 def write_text_atomic(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace a small file in one step, so that a reader never sees half of it; `durable`: also not after a crash."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # Not by mkstemp, whose files are for their owner alone: the umask says who may read this one.
+    name = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:  # a Ctrl-C too must leave no half-written file behind; it goes on upwards
-        Path(name).unlink(missing_ok=True)
+        name.unlink(missing_ok=True)
         raise
 
 

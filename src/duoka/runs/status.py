@@ -10,9 +10,9 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import Field, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from duoka.runs.folder import RunFolder, read_json, write_json_atomic
 
@@ -40,6 +40,7 @@ class Status:
     pid: int = 0
     pid_started: float = 0.0  # against a reused pid: seconds after the machine's boot (elsewhere than on Linux, a date)
     host: str = ""
+    boot: str = ""  # of the machine, as the kernel calls it: names of machines change
     updated: float = 0.0  # wall clock
     exit_code: int | None = None
     cause: str = ""
@@ -51,12 +52,19 @@ def read_status(run: RunFolder) -> Status | None:
     leader, progress = read_json(run.status), read_json(run.progress)
     if leader is None and progress is None:
         return None
-    known = {field.name for field in fields(Status)}
     merged = {**_merge(leader or {}, progress or {}), "is_copy": _is_copy(run, leader or {})}
-    try:
-        return Status(**{"state": "starting"} | {key: value for key, value in merged.items() if key in known})
-    except TypeError:
-        return None
+    told = {field.name: merged[field.name] for field in fields(Status) if _is_told(field, merged)}
+    return Status(**{"state": "starting"} | told)
+
+
+def _is_told(field: Field[Any], values: Mapping[str, Any]) -> bool:
+    """A value of another kind than its field's is damage: one such run must not end a list of all."""
+    value, default = values.get(field.name), field.default
+    if field.name == "state":
+        return value in get_args(State)
+    if default is None or isinstance(default, float):
+        return isinstance(value, (int, float))
+    return isinstance(value, type(default))
 
 
 def _merge(leader: Mapping[str, Any], progress: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +140,19 @@ def leader_identity(pid: int | None = None) -> dict[str, Any]:
     pid = os.getpid() if pid is None else pid
     since_boot_s = _started_since_boot_s(pid)
     started = psutil.Process(pid).create_time() if since_boot_s is None else since_boot_s
-    return {"pid": pid, "pid_started": started, "host": socket.gethostname()}
+    return {"pid": pid, "pid_started": started, "host": socket.gethostname(), "boot": _boot_id()}
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _may_be_here(status: Status) -> bool:
+    """A machine may have got another name since; containers of one machine share its boot, and no processes."""
+    return status.host == socket.gethostname() or bool(status.boot and status.boot == _boot_id())
 
 
 def _started_since_boot_s(pid: int) -> float | None:
@@ -148,7 +168,7 @@ def is_alive(status: Status) -> bool:
     """True when the process that leads the run still lives on this machine."""
     import psutil
 
-    if not status.pid or status.is_copy or status.host != socket.gethostname():
+    if not status.pid or status.is_copy or not _may_be_here(status):
         return False
     try:
         process = psutil.Process(status.pid)

@@ -297,11 +297,15 @@ def _cell(letter: str) -> int:
     return 2 if unicodedata.east_asian_width(letter) in "WF" else 1
 
 
+def printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
 def clip(line: Iterable[tuple[str, str]], width: int) -> Line:
     """As much as fits; control characters of a log would move the cursor."""
     out: Line = []
     for text, style in line:
-        text = "".join(letter if letter.isprintable() else " " for letter in text)
+        text = printable(text)
         taken = 0
         for place, letter in enumerate(text):
             taken += _cell(letter)
