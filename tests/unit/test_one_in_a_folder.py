@@ -10,10 +10,13 @@ from duoka.cluster import elastic
 from duoka.cluster.connection import read_secret
 from duoka.cluster.launcher import Spec
 from duoka.cluster.meeting import Rules
+from duoka.cluster.pipeline.manifest import hold_pipeline
 from duoka.cluster.run_lock import hold_run
 from duoka.errors import ConfigError
+from duoka.parallel.deepspeed_disk import SwapFolder
 from duoka.runs.cache import hold_lock
 from duoka.runs.folder import RunFolder
+from duoka.watch.alerts import only_one
 
 
 def rules_here():
@@ -58,6 +61,12 @@ def test_a_cache_on_a_file_system_without_locks_is_used_without(tmp_path, monkey
     monkeypatch.setattr(fcntl, "flock", refuse)
     with hold_lock(tmp_path / "lock", on_wait=lambda: pytest.fail("nobody is waited for")):
         pass
+    run = RunFolder(tmp_path / "run")
+    with only_one(run) as is_mine:
+        assert is_mine, "alerts of all runs there were lost: another process told them, it said"
+    with hold_pipeline(tmp_path / "stages"):
+        pass
+    assert SwapFolder(tmp_path / "swap", run).path.is_dir()
 
 
 def test_other_faults_of_a_lock_are_told(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from duoka.errors import ConfigError
 from duoka.parallel.deepspeed_room import with_room
 from duoka.parallel.deepspeed_zero import Zero3
 from duoka.parallel.flat_shard import mapped_file, real_shape
-from duoka.runs.cache import cache_folder, hold_lock, make_folder
+from duoka.runs.cache import cache_folder, hold_lock, make_folder, try_lock
 
 PREFIX, LOCK = "deepspeed-", "in-use"
 
@@ -147,7 +147,7 @@ class SwapFolder:
         remove_left(base)
         new = Path(tempfile.mkdtemp(prefix=f"new-{PREFIX}", dir=base))
         lock = os.open(new / LOCK, os.O_CREAT | os.O_RDWR, 0o600)  # held until the process is gone
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try_lock(lock)
         # By its name, others look whether it is held: only now.
         self.path = new.rename(base / new.name.removeprefix("new-"))
         weakref.finalize(owner, shutil.rmtree, self.path, ignore_errors=True)

@@ -94,8 +94,25 @@ def file_version(path: Path) -> list[int]:
 
 
 def is_settled(version: list[int]) -> bool:
-    """False for a file changed a moment ago: it may change again within the same tick of its clock, unseen."""
-    return time.time_ns() - max(version[2:]) > _CLOCK_TICK_NS
+    """False for a file changed a moment ago: it may change again within the same tick of its clock, unseen.
+
+    Not so for one of the future (a clock was set back, an archive had such dates): a change would give it today's.
+    """
+    return min(abs(time.time_ns() - stamp) for stamp in version[2:]) > _CLOCK_TICK_NS
+
+
+def try_lock(file: int) -> bool:
+    """Lock an open file until it is closed; False where another process holds it, True too where there are no locks."""
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
 
 
 @contextmanager
@@ -104,24 +121,14 @@ def hold_lock(path: Path, *, on_wait: Callable[[], None], poll_s: float = 0.1) -
 
     The operating system lets go of it when its holder dies, so a killed run never leaves a lock behind.
     """
-    import fcntl
-
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         said = False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not said:
-                    on_wait()
-                    said = True
-                time.sleep(poll_s)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                break  # the work may be done twice; what it makes appears whole all the same
+        while not try_lock(file):  # without locks the work may be done twice; what it makes appears whole all the same
+            if not said:
+                on_wait()
+                said = True
+            time.sleep(poll_s)
         yield
     finally:
         os.close(file)

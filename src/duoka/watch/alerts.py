@@ -7,7 +7,6 @@ looked at again afterwards.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import http.client
 import json
 import math
@@ -20,6 +19,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
+from duoka.runs.cache import try_lock
 from duoka.runs.folder import RunFolder
 from duoka.watch.follow import FollowedRun
 from duoka.watch.spike import find_spike
@@ -174,9 +174,4 @@ def only_one(run: RunFolder) -> Iterator[bool]:
     """False where another process tells of this run already."""
     run.logs.mkdir(parents=True, exist_ok=True)
     with (run.logs / "alerts.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield True
+        yield try_lock(file.fileno())

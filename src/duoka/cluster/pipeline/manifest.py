@@ -10,6 +10,7 @@ from typing import Any
 
 from duoka.cluster.pipeline.nodes import Node
 from duoka.errors import ConfigError, StorageError
+from duoka.runs.cache import try_lock
 from duoka.runs.find import STAGES_FILE
 from duoka.runs.folder import RunFolder, read_json, write_json_atomic
 from duoka.runs.status import read_status
@@ -61,19 +62,15 @@ class Manifest:
 @contextmanager
 def hold_pipeline(root: Path) -> Iterator[None]:
     """Refuse a second `duoka run` on the folder, as long as this process lives."""
-    import fcntl
-
     try:
         root.mkdir(parents=True, exist_ok=True)
         file = os.open(root / ".pipeline.lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise StorageError(f"cannot write in {root}: {error.strerror or error}", fix="set output: elsewhere") from None
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file):
             what = f"another process runs the stages in {root}"
-            raise ConfigError(what, fix="wait for it (duoka run FILE --status), or set another output:") from None
+            raise ConfigError(what, fix="wait for it (duoka run FILE --status), or set another output:")
         yield
     finally:
         os.close(file)
