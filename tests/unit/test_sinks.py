@@ -1,8 +1,10 @@
 """Who gets a run's numbers: each what it asks for, in order; trouble of one stops neither the run nor the others."""
 
+import errno
 import json
 import re
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -208,6 +210,18 @@ def test_an_unknown_tracker_is_refused_with_those_that_are_known(tmp_path):
     assert "log.to[1] must be" in said and "tensorboard, wandb" in said and "weights" in said
 
 
+def test_a_login_in_a_trackers_address_is_not_said(tmp_path):
+    """MLFLOW_TRACKING_URI=https://me:password@host stood on the screen and in the log."""
+
+    class Telling(Sink):
+        def open(self, facts, say):
+            say("MLflow: run 7 at https://me:hunter22@host/x")
+
+    said = []
+    Sinks([Telling()], tell=said.append).open(RunFacts("run", tmp_path))
+    assert said == ["MLflow: run 7 at https://***@host/x"]
+
+
 def test_tensorboard_shows_steps_evaluations_and_texts(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -247,3 +261,31 @@ def test_tensorboard_shows_each_step_once_after_a_rollback(tmp_path):
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [one.step for one in board.Scalars("train/loss")] == [1, 2, 3, 4]
+
+
+def test_tensorboard_goes_on_in_another_file_once_a_full_disk_has_room(tmp_path, monkeypatch, capfd):
+    """Its writer ends with the first error: until the next start of the run nothing was drawn any more."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    real, said = RecordWriter.write, []
+    sinks = Sinks([build_sink("tensorboard")], warn=said.append)
+    sinks.open(RunFacts("run", tmp_path, goes_on=True))
+    sinks.step(step_of(1))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    deadline = time.monotonic() + 20
+    while not said and time.monotonic() < deadline:
+        sinks.step(step_of(2))
+    monkeypatch.setattr(RecordWriter, "write", real)
+    monkeypatch.setattr("duoka.sinks.tensorboard.ANEW_S", 0.0)
+    sinks.step(step_of(3))
+    sinks.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("train/loss")][-1] == 3
+    assert said == ["warning: TensorBoard's file cannot be written: No space left on device"]
+    assert "Traceback" not in capfd.readouterr().err

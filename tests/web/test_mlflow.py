@@ -58,6 +58,28 @@ def test_mlflow_has_every_number_of_a_run_and_of_its_resume(tmp_path: Path, monk
     assert texts[0].read_text(encoding="utf-8") == "多卡 is| here 🎉"
 
 
+def test_a_run_that_was_deleted_there_or_is_at_another_address_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No number of the whole start came to MLflow, for the old run was not found."""
+    pytest.importorskip("mlflow", reason='pip install "duoka[mlflow]"')
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    first, _ = train(tmp_path, 1, 2, "stopped")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "other").as_uri())
+    told, warned = train(tmp_path, 3, 4, "stopped")
+    assert warned == [] and "which has earlier steps, is not there" in told[0]
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    again, warned = train(tmp_path, 3, 4, "stopped")
+    assert warned == [] and again == first, "the first one is still known"
+
+    from mlflow.tracking import MlflowClient
+
+    MlflowClient((tmp_path / "mlflow").as_uri()).delete_run(again[0].split()[2])
+    told, warned = train(tmp_path, 5, 6, "done")
+    assert warned == [] and told[0].split()[2] != again[0].split()[2]
+
+
 def test_steps_that_were_thrown_away_are_not_beside_those_that_were_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,3 +121,22 @@ def test_a_server_that_is_not_there_costs_no_step(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     _, warned = train(tmp_path, 1, 50, "done")
     assert warned and all("MLflow does not get all numbers" in one for one in warned)
+
+
+def test_a_name_that_mlflow_refuses_costs_no_number_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason='pip install "duoka[mlflow]"')
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    told: list[str] = []
+    warned: list[str] = []
+    sinks = Sinks([build_sink("mlflow")], tell=told.append, warn=warned.append)
+    sinks.open(RunFacts("mine", tmp_path, config={"a@b": 1}, goes_on=True))
+    sinks.scalars({"eval/acc@1": 0.5, "loss": 2.0, "what?": "a text"}, 3, {})
+    sinks.close()
+    assert warned == []
+
+    from mlflow.tracking import MlflowClient
+
+    run = MlflowClient((tmp_path / "mlflow").as_uri()).get_run(told[0].split()[2])
+    assert run.data.metrics == {"eval/acc_1": 0.5, "loss": 2.0} and run.data.params == {"a_b": "1"}
+    assert run.data.tags["what_"] == "a text"

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from duoka.config.trackers import TRACKERS
+from duoka.process.secrets import hide_secrets
 from duoka.sinks.background import Background
 from duoka.sinks.sink import RunFacts, Sink, StepNumbers
 from duoka.sinks.trouble import Troubles
@@ -34,8 +35,9 @@ class Sinks:
         tell: Callable[[str], None] | None = None,
         warn: Callable[[str], None] | None = None,
     ) -> None:
-        self._tell = tell or self.say
-        self._troubles = Troubles(warn or self._tell)
+        say = tell or self.say
+        self._tell = lambda text: say(hide_secrets(text))  # a tracker's address may hold a login
+        self._troubles = Troubles(warn or say)
         self._sinks: list[Sink] = [Background(sink, self._troubles) if sink.is_remote else sink for sink in sinks]
 
     def open(self, facts: RunFacts) -> None:

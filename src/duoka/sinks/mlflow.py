@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,9 +35,11 @@ class MlflowSink(Sink):
         self._client: Any = MlflowClient(address)
         self._status = "FAILED"  # until the run says how it ended
         path = folder / _ID_FILE
-        known = path.read_text(encoding="utf-8").strip() if facts.goes_on and path.is_file() else ""
-        self._id: str = os.environ.get("MLFLOW_RUN_ID") or known
         self._id_file = path if facts.goes_on else None
+        self._known = path.read_text(encoding="utf-8").split() if facts.goes_on and path.is_file() else []
+        asked = os.environ.get("MLFLOW_RUN_ID")
+        self._id: str = asked or next((one for one in reversed(self._known) if self._has(one)), "")
+        is_lost = bool(self._known) and not self._id
         if self._id:
             self._client.update_run(self._id, status="RUNNING")
             self._drop_after(facts.kept_steps)
@@ -44,7 +47,19 @@ class MlflowSink(Sink):
             self._id = self._begin(facts)
         self._remember_id()
         if facts.goes_on:
-            say(f"MLflow: run {self._id} at {address}")
+            lost = f"; {self._known[0]}, which has earlier steps, is not there" if is_lost else ""
+            say(f"MLflow: run {self._id} at {address}{lost}")
+
+    def _has(self, run_id: str) -> bool:
+        """Not where it was deleted, or where this start was told of another server than those before."""
+        from mlflow.exceptions import MlflowException  # type: ignore[import-not-found, unused-ignore]
+
+        try:
+            return bool(self._client.get_run(run_id).info.lifecycle_stage == "active")
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
 
     def _begin(self, facts: RunFacts) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or facts.project
@@ -53,14 +68,16 @@ class MlflowSink(Sink):
         from mlflow.entities import Param  # type: ignore[import-not-found, unused-ignore]
 
         run_id: str = self._client.create_run(experiment, **{"run_name": facts.name, **facts.options}).info.run_id
-        params = [Param(key, text[:_MOST_LETTERS]) for key, text in _flat(facts.config)]
+        params = [Param(_name(key), text[:_MOST_LETTERS]) for key, text in _flat(facts.config)]
         for some in _in_parts(params, _MOST_PARAMS):
             self._client.log_batch(run_id, params=some)
         return run_id
 
     def _remember_id(self) -> None:
+        """Those at other addresses stay: a start without the variable must not lose them for the next."""
         if self._id_file is not None:
-            self._id_file.write_text(self._id, encoding="utf-8")
+            others = [one for one in self._known if one != self._id]
+            self._id_file.write_text("\n".join([*others, self._id]), encoding="utf-8")
 
     def _drop_after(self, step: int) -> None:
         """MLflow forgets no number of a run. Where steps were thrown away, the run goes on as another with those that
@@ -85,6 +102,7 @@ class MlflowSink(Sink):
         self._client.update_run(self._id, name=f"{old.info.run_name}, went back to step {step}")
         self._client.set_tag(self._id, "mlflow.parentRunId", new)
         self._client.set_terminated(self._id, "KILLED")
+        self._known = [one for one in self._known if one != self._id]
         self._id = new
         self._remember_id()
 
@@ -104,7 +122,7 @@ class MlflowSink(Sink):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [Metric(key, float(one), now, step) for key, one in values.items()]
+        metrics = [Metric(_name(key), float(one), now, step) for key, one in values.items()]
         self._client.log_batch(self._id, metrics=metrics, **(options or {}))
 
     def step(self, now: StepNumbers) -> None:
@@ -121,7 +139,7 @@ class MlflowSink(Sink):
         flat: dict[str, Any] = {}
         for name, value in values.items():
             if isinstance(value, str):
-                self._client.set_tag(self._id, name, value)
+                self._client.set_tag(self._id, _name(name), value)
             elif isinstance(value, Mapping):
                 flat |= {f"{name}/{key}": one for key, one in value.items()}
             else:
@@ -140,6 +158,11 @@ class MlflowSink(Sink):
     @property
     def handle(self) -> Any:
         return self._client
+
+
+def _name(given: str) -> str:
+    """With the letters that MLflow takes: for one name that it refuses (acc@1), all numbers of a call were lost."""
+    return re.sub(r"[^/\w.\- :]", "_", given)
 
 
 def _samples_file(step: int) -> str:

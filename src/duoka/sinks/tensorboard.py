@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from duoka.sinks.sink import RunFacts, Sink, StepNumbers, as_number, eval_scalars, refuse_rest, step_scalars
+
+ANEW_S = 60.0  # from a writer's end to the next file
 
 
 class TensorBoardSink(Sink):
@@ -14,6 +19,7 @@ class TensorBoardSink(Sink):
     trouble = "TensorBoard's file cannot be written"
 
     def open(self, facts: RunFacts, say: Callable[[str], None]) -> None:
+        _hush_writers()
         folder = facts.folder / "tensorboard" if facts.goes_on else facts.folder / facts.name
         # Steps after the checkpoint that we go on from were thrown away: readers drop them at purge_step. Where nothing
         # had been saved, those are all.
@@ -29,7 +35,22 @@ class TensorBoardSink(Sink):
     def _begin_file(self, purge: Mapping[str, int]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self._failed_at: float | None = None
         self._writer = SummaryWriter(**{**self._options, **purge})
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A disk that took no more ends a file's writer for good: a while later another file is tried."""
+        if self._failed_at is not None and time.monotonic() - self._failed_at > ANEW_S:
+            with contextlib.suppress(OSError):
+                self._writer.close()
+            self._failed_at = time.monotonic()
+            self._begin_file({})
+        try:
+            yield
+        except OSError:
+            self._failed_at = self._failed_at or time.monotonic()
+            raise
 
     def event(self, type: str, step: int, values: Mapping[str, Any]) -> None:
         if type == "resume":  # a rollback in the middle of a run: only a new file says what is dropped
@@ -43,13 +64,22 @@ class TensorBoardSink(Sink):
         self._draw(eval_scalars(values), step)
 
     def _draw(self, scalars: Mapping[str, float], step: int) -> None:
-        for tag, value in scalars.items():
-            self._writer.add_scalar(tag, value, step)
+        with self._writing():
+            for tag, value in scalars.items():
+                self._writer.add_scalar(tag, value, step)
 
     def samples(self, step: int, pairs: Sequence[tuple[str, str]]) -> None:
-        self._writer.add_text("samples", "\n".join(f"    {one}|{text}" for one, text in pairs), step)
+        with self._writing():
+            self._writer.add_text("samples", "\n".join(f"    {one}|{text}" for one, text in pairs), step)
 
     def scalars(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
+        with self._writing():
+            rest = self._add(values, step, options)
+            self._writer.flush()  # a user's own loop may be killed at any time, and has no event log beside
+        refuse_rest(rest)
+
+    def _add(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what is no number and no text."""
         rest: dict[str, Any] = {}
         for name, value in values.items():
             if isinstance(value, str):
@@ -62,8 +92,7 @@ class TensorBoardSink(Sink):
                 self._writer.add_scalar(name, number, step, **options)
             else:
                 rest[name] = value
-        self._writer.flush()  # a user's own loop may be killed at any time, and has no event log beside
-        refuse_rest(rest)
+        return rest
 
     def close(self) -> None:
         self._writer.close()
@@ -71,3 +100,17 @@ class TensorBoardSink(Sink):
     @property
     def handle(self) -> Any:
         return self._writer
+
+
+def _hush_writers() -> None:
+    """TensorBoard's own thread hands its error over to the next call, and would print a traceback as well."""
+    before = threading.excepthook
+    if getattr(before, "__name__", "") == _hush_writers.__name__:
+        return
+
+    def hushed(args: threading.ExceptHookArgs) -> None:
+        if not type(args.thread).__module__.startswith("tensorboard."):
+            before(args)
+
+    hushed.__name__ = _hush_writers.__name__
+    threading.excepthook = hushed
