@@ -27,7 +27,7 @@ from duoka.watch.follow import FollowedRun
 from duoka.watch.report import end_lines
 from duoka.watch.screen import Frame, cells, clip, nodes_view, overview, ranks_view
 from duoka.watch.standing import read_standing
-from duoka.watch.terminal import as_text, watch_in_place
+from duoka.watch.terminal import as_text, can_redraw, watch_in_place
 
 
 def standing_of(run, **how):
@@ -261,6 +261,14 @@ def test_a_terminal_that_is_closed_ends_what_is_shown_on_it(tmp_path, monkeypatc
         threading.Timer(0.3, close).start()
         with leave_when_asked():
             watch_in_place(followed, price_per_hour=None, every_s=60)
+
+
+def test_a_dumb_terminal_gets_lines(tmp_path):
+    """A shell inside an editor showed the codes that move a cursor."""
+    ours, theirs = pty.openpty()
+    with open(theirs, "r+b", buffering=0) as raw:
+        assert can_redraw(raw, raw, {"TERM": "xterm"}) and not can_redraw(raw, raw, {"TERM": "dumb"})
+    os.close(ours)
 
 
 def read_until(handle, wanted, limit_s=60):

@@ -28,7 +28,7 @@ def command(
     from duoka.watch.follow import FollowedRun
     from duoka.watch.screen import overview
     from duoka.watch.standing import read_standing
-    from duoka.watch.terminal import as_text, frame_of, watch_in_lines, watch_in_place
+    from duoka.watch.terminal import as_text, can_redraw, frame_of, watch_in_lines, watch_in_place
 
     followed = FollowedRun(find_run(run, Path(folder)) if run else newest_run(Path(folder)))
     if once or as_json:
@@ -39,7 +39,7 @@ def command(
         else:
             frame = frame_of(sys.stdout)
             click.echo("\n".join(as_text(overview(now, followed.history.steps, frame), frame)))
-    elif sys.stdin.isatty() and sys.stdout.isatty():
+    elif can_redraw(sys.stdin, sys.stdout):
         watch_in_place(followed, price_per_hour=price, every_s=every)
     else:
         watch_in_lines(followed, sys.stdout, every_s=every or 10.0)

@@ -8,7 +8,7 @@ import select
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -74,6 +74,11 @@ class _Watching:
         if not self.followed.is_behind:
             return ""
         return f"reading the log: {self.followed.share_read:.0%}"
+
+
+def can_redraw(keys: IO[str], out: IO[str], env: Mapping[str, str] = os.environ) -> bool:
+    """A screen whose cursor can be moved; a shell inside an editor calls itself dumb, and would show the codes."""
+    return keys.isatty() and out.isatty() and env.get("TERM") != "dumb"
 
 
 def watch_in_place(followed: FollowedRun, *, price_per_hour: float | None, every_s: float | None = None) -> None:
