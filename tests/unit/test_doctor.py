@@ -286,9 +286,14 @@ def test_secrets_never_reach_env_json(tmp_path: Path) -> None:
         "HF_TOKEN": "hf_abc", "DUOKA_API_KEY": "k", "HTTPS_PROXY": "http://me:pw@proxy:80", "OMP_NUM_THREADS": "2",
         "TOKENIZERS_PARALLELISM": "false", "HOME_SECRET": "x", "CUDA_VISIBLE_DEVICES": "0",
     }  # fmt: skip
-    command = ["duoka", "train", "log.alert.webhook=https://me:pass@hooks.example/T0", "key=hf_abcdef"]
+    command = ["duoka", "train", "log.alert.webhook=https://hooks.example/T0", "key=hf_abcdef", "log={alert: {}}"]
+    command += ["log={to: []}"]
+    command += ["log.every=5", "data.train=https://me:pw@x/y", "log.alert.command=curl -u me:pw x"]
     facts = probe.read_environment_facts(tmp_path, command, env | {"HF_HUB_TOKEN": "hf_abcdef"})
-    assert facts["command"] == ["duoka", "train", "log.alert.webhook=https://***@hooks.example/T0", "key=***"]
+    assert facts["command"] == [
+        "duoka", "train", "log.alert.webhook=***", "key=***", "log=***", "log={to: []}", "log.every=5", "data.train=https://***@x/y",
+        "log.alert.command=***",
+    ]  # fmt: skip
     text = json.dumps(facts)
     for secret in ("hf_abc", "me:pw", '"k"'):
         assert secret not in text, secret

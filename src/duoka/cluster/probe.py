@@ -19,7 +19,7 @@ from typing import Any
 
 from duoka import __version__
 from duoka.plan.hardware import count_usable_cores, read_machine
-from duoka.process.secrets import hide_secrets, mask_secrets
+from duoka.process.secrets import hide_in_command, mask_secrets
 
 PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "peft", "accelerate", "numpy", "pyarrow", "pydantic",
@@ -118,7 +118,7 @@ def read_environment_facts(
     return {
         "duoka": __version__,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": [hide_secrets(word, env) for word in command],
+        "command": hide_in_command(command, env),
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": read_versions(),

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH", re.IGNORECASE)
 # Not secrets, for all their names.
 _HARMLESS = ("TOKENIZERS_PARALLELISM",)
 _MASK = "***"
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+# Whoever knows a webhook's address can post there, and an alert's command may hold a password.
+_ALERT_WORD = re.compile(r"^(log\.alert(?:\.(?:command|webhook))?=|log=(?=.*alert))(?=.).*", re.DOTALL)
 _LEAST_LETTERS = 6  # a shorter value may stand in a text by chance
 
 
@@ -32,3 +34,8 @@ def hide_secrets(text: str, env: Mapping[str, str] = os.environ) -> str:
         if _SECRET_NAME.search(name) and name not in _HARMLESS and len(value) >= _LEAST_LETTERS:
             text = text.replace(value, _MASK)
     return _URL_LOGIN.sub(_MASK, text)
+
+
+def hide_in_command(words: Sequence[str], env: Mapping[str, str] = os.environ) -> list[str]:
+    """A command line as it may be written down: without secrets, and without who is told of alerts."""
+    return [_ALERT_WORD.sub(rf"\1{_MASK}", hide_secrets(word, env)) for word in words]

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from duoka.process.secrets import hide_in_command
 from duoka.sinks.sink import RunFacts, Sink, StepNumbers, eval_scalars, step_scalars
 
 _ID_FILE = "duoka-run-id"
@@ -30,6 +32,7 @@ class WandbSink(Sink):
         self._is_duokas = facts.goes_on
         self._exit_code = 1  # until the run says how it ended
         if facts.goes_on:
+            sys.argv = hide_in_command(sys.argv)  # it notes the command line
             options |= {"name": os.environ.get("WANDB_NAME") or facts.name, "settings": wandb.Settings(**_QUIET)}
             options |= {"id": os.environ.get("WANDB_RUN_ID") or self._read_id(facts), "resume": "allow"}
         project = os.environ.get("WANDB_PROJECT") if facts.goes_on else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from duoka.process.secrets import hide_secrets
+from duoka.process.secrets import hide_in_command, hide_secrets
 from duoka.runs.folder import RunFolder, read_json
 
 _OF_ENV = ("duoka", "python", "packages", "host", "system", "machine", "git", "environment", "command")
@@ -54,6 +54,8 @@ def shown_config(run: RunFolder) -> str:
 
 def _environment(run: RunFolder) -> Any:
     found = read_json(run.env) or {}
+    if isinstance(found.get("command"), list):  # runs of before wrote it whole
+        found["command"] = hide_in_command([str(word) for word in found["command"]])
     return {key: found[key] for key in _OF_ENV if key in found}
 
 
