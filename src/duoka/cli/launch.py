@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import sys
 import time
@@ -109,10 +110,26 @@ def _logs_folder(output: str, name: str, launcher: Launcher) -> RunFolder:
             where="the secret by which they know each other lies in it",
             fix=f"write on all of them, for example:   --output runs/{name}",
         )
-    run = RunFolder(Path(output or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+    own = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # Launchers of several machines may share one.
+    run = RunFolder(Path(output) if output else new_folder(own) if launcher.prepares else own)
     if run.exists():
         raise ConfigError(f"{run.path} holds a training run", fix="write another --output for the script's logs")
     return run
+
+
+def new_folder(wanted: Path) -> Path:
+    """Made here: of several starts within one second (a sweep's `&`) each gets its own."""
+    for number in itertools.count(1):
+        path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:  # told by who fills it
+            pass
+        break
+    return path
 
 
 def _digest(script: Path) -> str:
