@@ -16,7 +16,7 @@ from duoka.hub.new_model import MORE_TEMPLATES, copy_tokenizer_files
 from duoka.hub.saving import without_deepspeed
 from duoka.model.dtypes import stays_wide
 from duoka.model.lora import save_adapter
-from duoka.runs.folder import apply_umask, read_json
+from duoka.runs.folder import apply_umask, read_json, remove_folder
 
 _READ_AS = "_original_object_hash"  # transformers' name of it
 
@@ -63,12 +63,12 @@ def write_beside(files: Mapping[str, Mapping[str, torch.Tensor]], folder: Path) 
 def put_in_place(draft: Path, final: Path) -> None:
     """Give a whole draft its name in one step; what had it before is removed after that."""
     apply_umask(draft)
-    if final.exists():
+    if os.path.lexists(final):  # also a link to a disk that is not mounted
         old = final.with_name(f".{final.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
+        remove_folder(old)
         final.rename(old)
         draft.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
+        remove_folder(old)
     else:
         draft.rename(final)
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,15 @@ def apply_umask(folder: Path) -> None:
     for path in folder.rglob("*"):
         path.chmod(mode | (mode & 0o444) >> 2 if path.is_dir() else mode)
     folder.chmod(mode | (mode & 0o444) >> 2)
+
+
+def remove_folder(folder: Path) -> None:
+    """Of a link (results were moved to another disk) the link alone; what stays behind is tried again."""
+    with suppress(OSError):
+        if folder.is_symlink():
+            folder.unlink()
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_asked(path: Path, text: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from duoka.runs.folder import remove_folder
 from duoka.runs.manifest import list_checkpoints, step_of
 from duoka.store.resume import DAMAGED
 
@@ -37,21 +38,21 @@ def remove_old(checkpoints: Path, keep: Keep) -> None:
             by_step[step].rename(doomed)
         except OSError:
             continue  # it stays, and is tried again after the next save
-        shutil.rmtree(doomed, ignore_errors=True)
+        remove_folder(doomed)
     newest = max(by_step, default=0)
     for damaged in checkpoints.glob(f"step-*{DAMAGED}*"):
         # Kept until the run has passed its step, for inspection.
         if step_of(damaged) <= newest:
-            shutil.rmtree(damaged, ignore_errors=True)
+            remove_folder(damaged)
 
 
 @contextmanager
 def make_way(final: Path) -> Iterator[None]:
     """Move what stands at `final` out of the way, and remove it when the block has put something there."""
     old = final.with_name(f".{final.name}{DOOMED}")
-    there = final.exists()
+    there = os.path.lexists(final)
     if there:
-        shutil.rmtree(old, ignore_errors=True)
+        remove_folder(old)
         final.rename(old)
     try:
         yield
@@ -60,7 +61,7 @@ def make_way(final: Path) -> Iterator[None]:
             old.rename(final)
         raise
     if there:
-        shutil.rmtree(old, ignore_errors=True)
+        remove_folder(old)
 
 
 def clean_drafts(checkpoints: Path) -> list[str]:
@@ -69,5 +70,5 @@ def clean_drafts(checkpoints: Path) -> list[str]:
         return []
     left = [p for p in checkpoints.iterdir() if p.name.startswith(".step-") and p.name.endswith((DRAFT, DOOMED))]
     for path in left:
-        shutil.rmtree(path, ignore_errors=True)
+        remove_folder(path)
     return sorted(path.name for path in left)
