@@ -280,8 +280,10 @@ def test_tensorboard_goes_on_in_another_file_once_a_full_disk_has_room(tmp_path,
     deadline = time.monotonic() + 20
     while not said and time.monotonic() < deadline:
         sinks.step(step_of(2))
-    monkeypatch.setattr(RecordWriter, "write", real)
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
     monkeypatch.setattr("duoka.sinks.tensorboard.ANEW_S", 0.0)
+    sinks.step(step_of(2)), sinks.step(step_of(2))  # tried again, and still full
+    monkeypatch.setattr(RecordWriter, "write", real)
     sinks.step(step_of(3))
     sinks.close()
     board = EventAccumulator(str(tmp_path / "tensorboard"))

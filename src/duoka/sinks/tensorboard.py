@@ -20,6 +20,8 @@ class TensorBoardSink(Sink):
 
     def open(self, facts: RunFacts, say: Callable[[str], None]) -> None:
         _hush_writers()
+        self._fault: tuple[Any, ...] = ()  # of the writer's end, until another is at work
+        self._failed_at = 0.0
         folder = facts.folder / "tensorboard" if facts.goes_on else facts.folder / facts.name
         # Steps after the checkpoint that we go on from were thrown away: readers drop them at purge_step. Where nothing
         # had been saved, those are all.
@@ -35,21 +37,23 @@ class TensorBoardSink(Sink):
     def _begin_file(self, purge: Mapping[str, int]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._failed_at: float | None = None
         self._writer = SummaryWriter(**{**self._options, **purge})
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         """A disk that took no more ends a file's writer for good: a while later another file is tried."""
-        if self._failed_at is not None and time.monotonic() - self._failed_at > ANEW_S:
+        if self._fault:
+            if time.monotonic() - self._failed_at <= ANEW_S:
+                raise OSError(*self._fault)  # a writer that was closed would make a file for each number
+            self._failed_at = time.monotonic()
             with contextlib.suppress(OSError):
                 self._writer.close()
-            self._failed_at = time.monotonic()
             self._begin_file({})
+            self._fault = ()
         try:
             yield
-        except OSError:
-            self._failed_at = self._failed_at or time.monotonic()
+        except OSError as error:
+            self._fault, self._failed_at = error.args[:2], time.monotonic()
             raise
 
     def event(self, type: str, step: int, values: Mapping[str, Any]) -> None:
