@@ -81,8 +81,8 @@ def write_tiny_model(
     return folder
 
 
-def write_conversations(path: Path, num_conversations: int, *, seed: int = 0) -> Path:
-    """A messages file whose answers differ widely in length (1 to about 120 characters)."""
+def write_conversations(path: Path, num_conversations: int, *, seed: int = 0, longest: int = 24) -> Path:
+    """A messages file whose answers differ widely in length (1 to about 120 characters: `longest` words)."""
     import random
 
     dice = random.Random(seed)
@@ -96,7 +96,7 @@ def write_conversations(path: Path, num_conversations: int, *, seed: int = 0) ->
             messages = []
             for _ in range(1 + index % 2):
                 messages.append({"role": "user", "content": text(6)})
-                messages.append({"role": "assistant", "content": text(1 if index % 5 == 0 else 24)})
+                messages.append({"role": "assistant", "content": text(1 if index % 5 == 0 else longest)})
             file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
     return path
 

@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from commands import start_duoka
+from commands import PACE, start_duoka
 from safetensors.torch import load_file
 from tiny import write_conversations
 from worlds import free_port, train_all
@@ -20,7 +20,7 @@ YAML = """
 model: {model}
 data: {{train: [{data}], max_length: 256}}
 optim: {{lr: 2e-3}}
-train: {{epochs: 60, global_batch: 20, micro_batch: 1, precision: fp32}}
+train: {{epochs: 60, global_batch: {batch}, micro_batch: {micro}, precision: fp32}}
 parallel: {{strategy: ddp}}
 checkpoint: {{every: 5}}
 output: {output}
@@ -33,7 +33,7 @@ WITHIN_S = 200  # for a world to begin, on a machine that others use too
 def start(yaml, run, port, *flags):
     return start_duoka(
         "train", yaml, f"output={run.path}", "--nproc", "1", "--nodes", "1:2", "--meet", f"127.0.0.1:{port}", *flags,
-        env={"DUOKA_ALLOW_LOOPBACK": "1"},
+        env={"DUOKA_ALLOW_LOOPBACK": "1", PACE: str(run.path.parent / "pace")},
     )  # fmt: skip
 
 
@@ -53,16 +53,18 @@ def wait_for_world(run, number, num_machines, *machines, step=0):
         assert time.monotonic() < deadline, f"no world {number}: {worlds}, last steps {steps[-3:]}"
         assert all(machine.poll() is None for machine in machines), [machine.said() for machine in machines]
         assert not steps or list_runs(run.path)[0].state in ("starting", "running"), "also between two worlds"
-        time.sleep(0.05)
+        time.sleep(0.2)
 
 
 @pytest.mark.timeout(900)
 def test_a_machine_is_lost_comes_back_and_leaves_in_good_order(tmp_path, tiny_model):
-    data = write_conversations(tmp_path / "chats.jsonl", 40, seed=2)
+    data = write_conversations(tmp_path / "chats.jsonl", 16, seed=2, longest=8)
     yaml = tmp_path / "run.yaml"
-    yaml.write_text(YAML.format(model=tiny_model, data=data, output=tmp_path / "out"), encoding="utf-8")
-    # Steps of many micro-batches give machines time to come; who is undisturbed needs none.
-    train_all([(str(yaml), ["train.micro_batch=20"], str(tmp_path / "whole"))], 1)
+    yaml.write_text(
+        YAML.format(batch=8, micro=2, model=tiny_model, data=data, output=tmp_path / "out"), encoding="utf-8"
+    )
+    train_all([(str(yaml), ["train.micro_batch=8"], str(tmp_path / "whole"))], 1)
+    (pace := tmp_path / "pace").touch()  # steps give machines time to come
     run, port = RunFolder(tmp_path / "elastic"), free_port()
     host = start(yaml, run, port)
     machines = [host]
@@ -79,6 +81,7 @@ def test_a_machine_is_lost_comes_back_and_leaves_in_good_order(tmp_path, tiny_mo
         wait_for_world(run, 3, 2, host, machines[2])
         machines[2].send_signal(signal.SIGTERM)
         assert machines[2].wait(WITHIN_S) == 75
+        pace.unlink()
         assert host.wait(WITHIN_S) == 0
     finally:
         for machine in machines:
@@ -96,9 +99,9 @@ def test_a_machine_is_lost_comes_back_and_leaves_in_good_order(tmp_path, tiny_mo
     assert "this machine has left; the same command joins again" in guest and "Traceback" not in guest, guest
     steps = read_steps(run)
     assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
-    assert {event["num_samples"] for event in steps} == {20}, "the same global batch in every world"
+    assert {event["num_samples"] for event in steps} == {8}, "the same global batch in every world"
     state = json.loads((sorted(run.checkpoints.iterdir())[-1] / "state.json").read_text())["progress"]
-    assert state["num_samples"] == 40 * 60, "each sample once an epoch, over the whole story"
+    assert state["num_samples"] == 16 * 60, "each sample once an epoch, over the whole story"
     whole = {event["step"]: event["loss"] for event in read_steps(RunFolder(tmp_path / "whole"))}
     assert max(abs(event["loss"] / whole[event["step"]] - 1) for event in steps) < 1e-4
     ours, theirs = (load_file(path / "final" / "model.safetensors") for path in (run.path, tmp_path / "whole"))
@@ -111,7 +114,9 @@ def test_a_machine_is_lost_comes_back_and_leaves_in_good_order(tmp_path, tiny_mo
 def test_ranks_that_are_killed_while_their_machines_stay_cost_a_restart_each(tmp_path, tiny_model, seed):
     data = write_conversations(tmp_path / "chats.jsonl", 40, seed=2)
     yaml = tmp_path / "run.yaml"
-    yaml.write_text(YAML.format(model=tiny_model, data=data, output=tmp_path / "out"), encoding="utf-8")
+    yaml.write_text(
+        YAML.format(batch=20, micro=1, model=tiny_model, data=data, output=tmp_path / "out"), encoding="utf-8"
+    )
     train_all([(str(yaml), [LONG], str(tmp_path / "whole"))], 2)
     dice, run, port, old = random.Random(seed), RunFolder(tmp_path / "elastic"), free_port(), []
     machines = [start(yaml, run, port, LONG, "--nodes", "2", "--restarts", "4") for _ in range(2)]
