@@ -41,14 +41,14 @@ SPLITS = {
 }
 SAME_BITS = ("recomputing", "activations on the disk")
 SAVED = "checkpoints/step-00000003"
-LONG = ["train.max_steps=60", "checkpoint.every=100"]
+LONG = ["train.max_steps=12", "checkpoint.every=100"]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fp8")
-    model = write_tiny_model(folder / "model", layers=4)
-    data = write_conversations(folder / "chats.jsonl", 24, seed=3)
+    model = write_tiny_model(folder / "model")
+    data = write_conversations(folder / "chats.jsonl", 24, seed=3, longest=8)
     yaml = folder / "run.yaml"
     yaml.write_text(YAML.format(model=model, data=data, output=folder / "out"), encoding="utf-8")
     for size in (1, 2):

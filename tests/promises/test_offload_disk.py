@@ -87,7 +87,7 @@ def assert_same_bits(one, other):
 @pytest.fixture(scope="module")
 def case(tmp_path_factory, tiny_model):
     folder = tmp_path_factory.mktemp("disk")
-    data = write_conversations(folder / "chats.jsonl", 24, seed=3)
+    data = write_conversations(folder / "chats.jsonl", 24, seed=3, longest=8)
     yaml = folder / "run.yaml"
     yaml.write_text(YAML.format(model=tiny_model, data=data, output=folder / "out"), encoding="utf-8")
     return folder, str(yaml)

@@ -21,7 +21,7 @@ parallel: {{strategy: zero3, check_replicas: 1}}
 log: {{to: [], every: 1}}
 output: {output}
 """
-LONG = ("train.max_steps=50", "train.epochs=1000", "parallel.check_replicas=10")
+LONG = ("train.max_steps=20", "train.epochs=1000", "parallel.check_replicas=10")
 # name -> (processes, settings)
 RUNS = {
     "plain": (2, [*LONG]),
@@ -181,11 +181,11 @@ def test_a_quarter_of_the_bytes_travels(runs):
 
 def test_losses_stay_near_those_of_plain_bytes(runs):
     plain = losses(runs / "plain")
-    assert plain[49] < 0.7 * plain[0], "it must have learned something"
+    assert plain[19] < 0.7 * plain[0], "it must have learned something"
     for name in ("int8", "int4"):
         own = losses(runs / name)
         assert own != plain, "results change, by a little"
-        assert abs(sum(own[40:]) / sum(plain[40:]) - 1) < 0.02, f"{name}: {own[40:]} and {plain[40:]}"
+        assert abs(sum(own[10:]) / sum(plain[10:]) - 1) < 0.02, f"{name}: {own[10:]} and {plain[10:]}"
     for name in ("zero1", "gradients", "nodes"):
         for one, other in zip(losses(runs / name), losses(runs / "plain, 4"), strict=True):  # as short
             assert abs(one / other - 1) < 0.01, name
