@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
@@ -11,10 +12,12 @@ VERSIONED = ("torch", "transformers", "peft", "tokenizers", "safetensors", "nump
 
 
 def library_versions() -> dict[str, str]:
-    found = {"duoka": __version__, "python": platform.python_version()}
-    for name in VERSIONED:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "missing"
-    return found
+    return {"duoka": __version__, "python": platform.python_version()} | {name: _read(name) for name in VERSIONED}
+
+
+@functools.cache  # a process keeps what it has imported, whatever is installed meanwhile
+def _read(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "missing"
