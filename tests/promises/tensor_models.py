@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-LR, CLIP, DECAY, STEPS = 0.05, 0.5, 0.1, 3
+LR, CLIP, DECAY, STEPS = 0.05, 0.5, 0.1, 2
 SMALL = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.15, "pad_token_id": 2,

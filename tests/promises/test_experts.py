@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sequences import CASES, CLIP, WIDE, Case, adapt_of, distance, heads, learn_alone, learn_together
+from sequences import CASES, CLIP, WIDE, Case, distance, heads, learn_alone_once, learn_together
 from worlds import run_world
 
 pytestmark = pytest.mark.timeout(300)
@@ -56,7 +56,7 @@ def compare_all(layouts):
         mesh = build_mesh(layout, world)
         for one in cases:
             case = OWN[one] if layout.dp == 1 else replace(OWN[one], rows=WIDE if layout.dp == 2 else FOUR)
-            alone = learn_alone(case, adapt_of(case))
+            alone = learn_alone_once(case, world)
             assert max(alone.norms) > CLIP, "clipping must have been active"
             if one == "two take all":
                 check_skew(alone)
@@ -200,7 +200,7 @@ def make_mistakes():
     world = start_world(ParallelConfig(strategy="fsdp"))
     layout = parse_layout("fsdp4·ep2")
     mesh, case = build_mesh(layout, world), replace(OWN["Qwen3"], rows=FOUR)
-    alone = learn_alone(case, adapt_of(case))
+    alone = learn_alone_once(case, world)
     seen = {}
     for name, patches in mistakes.items():
         with contextlib.ExitStack() as stack:
@@ -247,7 +247,7 @@ def make_mistakes_beside_tensor():
     world = start_world(ParallelConfig(strategy="fsdp"))
     layout = parse_layout("fsdp2·tp2·ep2")
     mesh, case = build_mesh(layout, world), replace(OWN["Qwen3"], rows=WIDE)
-    alone = learn_alone(case, adapt_of(case))
+    alone = learn_alone_once(case, world)
     seen = {}
     for name, patches in mistakes.items():
         with contextlib.ExitStack() as stack:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from worlds import run_world
 
-VOCABULARY, LAYERS, STEPS = 61, 5, 3
+VOCABULARY, LAYERS, STEPS = 61, 5, 2
 SIZES = {
     "vocab_size": VOCABULARY, "num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 48,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from sequences import CASES, CLIP, WIDE, Likelihood, adapt_of, distance, learn_alone, learn_together
+from sequences import CASES, CLIP, WIDE, Likelihood, distance, learn_alone_once, learn_together
 from worlds import run_world
 
 pytestmark = pytest.mark.timeout(300)
@@ -29,7 +29,7 @@ def compare_all(layouts, tolerance=TOLERANCE):
         mesh = build_mesh(layout, world)
         for one in cases:
             case = CASES[one] if layout.dp == 1 else replace(CASES[one], rows=WIDE)
-            alone = learn_alone(case, adapt_of(case))
+            alone = learn_alone_once(case, world)
             assert max(alone.norms) > CLIP, "clipping must have been active"
             error, what = distance(learn_together(case, layout, mesh), alone)
             print(f"{name} {one}: {error:.1e} {what}", flush=True)
@@ -125,7 +125,7 @@ def make_each_mistake():
     mesh = build_mesh(layout, world)
     for mistake, (name, made) in find_mistakes(world.rank).items():
         case = CASES[name]
-        alone = learn_alone(case, adapt_of(case))
+        alone = learn_alone_once(case, world)
         with made:
             error, what = distance(learn_together(case, layout, mesh), alone)
         print(f"{mistake}: {error:.1e} {what}", flush=True)
