@@ -47,12 +47,16 @@ def run(home: Path, *command: str) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def start_world(home: Path, *words: str) -> list[tuple[int, str, str]]:
+def start_world(home: Path, *words: str, **more: str) -> list[tuple[int, str, str]]:
     """Two ranks with the variables that torchrun gives each, but forked; how each ended."""
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
-        start_duoka(*words, cwd=home, merged=False, env={**place, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
-    ]
+        start_duoka(
+            *(word.replace("{rank}", rank) for word in words), cwd=home, merged=False,
+            env={**place, "RANK": rank, "LOCAL_RANK": rank, **more},
+        )
+        for rank in "01"
+    ]  # fmt: skip
     try:
         outputs = [rank.communicate(timeout=150) for rank in ranks]
     finally:
@@ -199,9 +203,26 @@ def older_launcher() -> list[str]:
     return [sys.executable, "-m", "torch.distributed.launch", *place, "-m"]
 
 
+COMM_TEST = ("comm", "test", "--size", "4 KiB", "--rounds", "1", "--json")
+# What they give each rank beside torchrun's variables; `make nightly` starts them themselves.
+GIVEN = {
+    "accelerate launch": ((), {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"}),
+    "torch.distributed.launch": (("--local-rank={rank}",), {}),
+}
+
+
+@pytest.mark.parametrize("launcher", GIVEN)
+def test_what_other_launchers_give_makes_a_world(home: Path, launcher: str) -> None:
+    flags, env = GIVEN[launcher]
+    (code, out, err), (other, _, _) = start_world(home, *flags, *COMM_TEST, **env)
+    assert (code, other) == (0, 0), err
+    assert json.loads(out)["world_size"] == 2
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", [accelerate_launch, older_launcher])
 def test_other_launchers_make_a_world(home: Path, launcher: Callable[[], list[str]]) -> None:
-    code, out, err = run(home, *launcher(), "duoka", "comm", "test", "--size", "4 KiB", "--rounds", "1", "--json")
+    code, out, err = run(home, *launcher(), "duoka", *COMM_TEST)
     assert code == 0, err
     assert json.loads(out)["world_size"] == 2
 
