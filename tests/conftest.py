@@ -40,17 +40,17 @@ import pytest  # noqa: E402
 
 # Measured on 2 cores, slowest first: begun last, one of them would leave the other worker of `make test` without work.
 SLOWEST_FILES = (
-    "test_activations_elsewhere", "test_deepspeed", "test_dry_run", "test_packed_exchange", "test_narrow_weights",
-    "test_experts", "test_machines_come_and_go", "test_gpu_budgets", "test_struck_axes", "test_tensor",
-    "test_worlds_of_others", "test_sequence_runs", "test_fp8_splits", "test_offload_disk", "test_values",
-    "test_rollouts_outside", "test_rollouts_run", "test_crash_restarts", "test_launch", "test_rollouts",
-    "test_from_nothing", "test_spawn", "test_pipeline", "test_sharded", "test_optimizers", "test_fork_server",
-    "test_plan_memory", "test_guides_keys", "test_sequence", "test_plan_takes_its_best", "test_any_split",
-    "test_pairs", "test_pipeline_runs", "test_guides_corpus", "test_crash_numbers", "test_stop", "test_together",
-    "test_deepspeed_packed", "test_ddp_options", "test_compiled_layers", "test_resume", "test_rollouts_tools",
-    "test_every_token_once", "test_guides_loops", "test_quantize", "test_expert_runs", "test_tensor_runs",
-    "test_accelerator_trackers", "test_dropout_is_counted", "test_crash_signals", "test_fp8_compiled",
-    "test_crash_storage", "test_norms_stay_wide", "test_families", "test_refusals", "test_rewards",
+    "test_deepspeed", "test_experts", "test_struck_axes", "test_dry_run", "test_tensor", "test_activations_elsewhere",
+    "test_machines_come_and_go", "test_sequence_runs", "test_rollouts_run", "test_rollouts_outside", "test_values",
+    "test_from_nothing", "test_optimizers", "test_packed_exchange", "test_offload_disk", "test_gpu_budgets",
+    "test_launch", "test_worlds_of_others", "test_pipeline", "test_crash_restarts", "test_rollouts", "test_sequence",
+    "test_fp8_splits", "test_spawn", "test_sharded", "test_narrow_weights", "test_fork_server", "test_plan_memory",
+    "test_guides_keys", "test_plan_takes_its_best", "test_any_split", "test_pairs", "test_pipeline_runs",
+    "test_guides_corpus", "test_crash_numbers", "test_stop", "test_together", "test_deepspeed_packed",
+    "test_ddp_options", "test_compiled_layers", "test_resume", "test_rollouts_tools", "test_every_token_once",
+    "test_guides_loops", "test_quantize", "test_expert_runs", "test_tensor_runs", "test_accelerator_trackers",
+    "test_dropout_is_counted", "test_crash_signals", "test_fp8_compiled", "test_crash_storage", "test_norms_stay_wide",
+    "test_families", "test_refusals", "test_rewards",
 )  # fmt: skip
 
 

@@ -20,6 +20,11 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "peft",
     "torch.utils.tensorboard",
+    # What commands.py looks for in each command, with the parser and launchers that it brings.
+    "duoka.cli.bench_runs",
+    "duoka.cluster.forks",
+    "duoka.cluster.pipeline.execute",
+    "duoka.cluster.ranks",
 ]
 
 
