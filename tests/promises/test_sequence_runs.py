@@ -17,16 +17,15 @@ from duoka.runs.status import read_status
 
 pytestmark = pytest.mark.timeout(400)
 
-CUT = "train.micro_batch=300 tokens"
+CUT = "train.micro_batch=200 tokens"
 PADDED = ("data.packing=false", "train.micro_batch=2")
 SHARED = "parallel.sequence=2"
 LORA = "lora={rank: 3, dropout: 0.2}"
 LOOKS = ("data.eval=0.2", "train.eval_every=3")
 TEXT = ("stage=pretrain", "data.max_length=128", *LOOKS)
-STEPS = 8
 # All drop attention weights. even: 4 heads, which two ranks deal out; odd: 3, so that they gather keys.
 SPLITS = {
-    "even": ("even", 1, [CUT, *LOOKS, "checkpoint.every=2", "checkpoint.keep=9"]),
+    "even": ("even", 1, [CUT, *LOOKS, "checkpoint.every=1", "checkpoint.keep=9"]),
     "odd": ("odd", 1, [CUT]),
     "text": ("text", 1, [*TEXT, "log.samples=2"]),
     "LoRA": ("even", 1, [CUT, LORA]),
@@ -38,16 +37,16 @@ SPLITS = {
 }
 # Each goes on from what the one before it saved, after as many steps.
 CHAIN = (
-    ("even", 2, "then sp2", 2, [SHARED]),
-    ("then sp2", 4, "then fsdp2.sp2", 4, [SHARED, "parallel.strategy=fsdp"]),
-    ("then fsdp2.sp2", 6, "then ddp2", 2, []),
+    ("even", 1, "then sp2", 2, [SHARED]),
+    ("then sp2", 2, "then fsdp2.sp2", 4, [SHARED, "parallel.strategy=fsdp"]),
+    ("then fsdp2.sp2", 3, "then ddp2", 2, []),
 )
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sequence")
-    data = write_conversations(folder / "chats.jsonl", 32, seed=3)
+    data = write_conversations(folder / "chats.jsonl", 16, seed=3, longest=8)
     yamls = {}
     for name in ("even", "odd", "text"):
         model = write_tiny_model(folder / f"{name}-model", odd=name == "odd", layers=2)
@@ -61,7 +60,7 @@ def case(tmp_path_factory):
 
 def write_text(path):
     words = ("cat", "rank", "ring", "tokens", "layer", "你好")
-    lines = [" ".join(words[(n * k) % 6] for k in range(3 + 7 * (n % 5))) for n in range(60)]
+    lines = [" ".join(words[(n * k) % 6] for k in range(3 + 7 * (n % 5))) for n in range(30)]
     path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines), encoding="utf-8")
     return path
 
@@ -137,7 +136,7 @@ def test_a_run_goes_on_under_one_layout_after_the_other(case, runs):
         place = f"checkpoints/step-{step:08d}"
         (folder / name / "checkpoints").mkdir(parents=True)
         shutil.copytree(folder / before / place, folder / name / place)
-        saves = ["checkpoint.every=2", "checkpoint.keep=9", "checkpoint.resume=auto"]
+        saves = ["checkpoint.every=1", "checkpoint.keep=9", "checkpoint.resume=auto"]
         train_all([(str(yamls["even"]), [CUT, *LOOKS, *saves, *how], str(folder / name))], size)
         compare(folder / name, folder / "even", after=step)
 
@@ -145,7 +144,7 @@ def test_a_run_goes_on_under_one_layout_after_the_other(case, runs):
 def test_the_command_stops_goes_on_and_survives_a_killed_rank(case):
     """As a user types it: stopped by a signal, started again, one of its ranks killed."""
     folder, yamls = case
-    how = (SHARED, CUT, "train.max_steps=14", "checkpoint.every=4")
+    how = (SHARED, CUT, "train.epochs=6", "checkpoint.every=4")
     train_all([(str(yamls["even"]), list(how), str(folder / "undisturbed"))], 2)
     run = RunFolder(folder / "struck")
     process = start(yamls["even"], run.path, *how)
