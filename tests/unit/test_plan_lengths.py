@@ -12,7 +12,7 @@ from duoka.config.schema import RunConfig, StageConfig
 from duoka.data.dataset_lengths import find_lengths, lengths_of, remember_lengths
 from duoka.data.feed.epoch_plan import EpochPlan, share_batch
 from duoka.data.read.example import Example, Message
-from duoka.data.tokens.template import encode
+from duoka.data.tokens.template import Sample, encode
 from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout
@@ -133,12 +133,20 @@ def test_a_look_counts_tokens_where_the_models_tokenizer_is_here(place, tiny_mod
 def test_tokenized_data_is_exact_and_remembered_until_something_changes(place):
     folder, config = place
     lengths = np.random.default_rng(0).integers(5, 500, 100).astype(np.int32)
-    store = type("Store", (), {"__len__": lambda self: 100})()
+
+    def segments(self, index):
+        """All begin with the same fifty tokens, as far as they go."""
+        ids = np.where(np.arange(lengths[index]) < 50, np.arange(lengths[index]), 100 + index)
+        return [Sample(ids.astype(np.int32), np.ones(len(ids), bool))]
+
+    store = type("Store", (), {"__len__": lambda self: 100, "segments": segments})()
     store.lengths, store.num_targets, store.fingerprint = lengths, lengths - 1, "f"
     found = lengths_of(SimpleNamespace(train=store), config)
     plan = EpochPlan(lengths, lengths, fingerprint="f", seed=config.train.seed, global_batch=Amount(16, "samples"))
     batches = [lengths[plan.batch(epoch, index)] for epoch in range(2) for index in range(7)]
     assert found.batch == tuple(sorted(max(batches, key=lambda batch: batch.sum()), reverse=True))
+    # Micro-batches of up to 2,048 tokens have four samples and more, each but one with fifty that others have too.
+    assert 150 / 2048 < found.least_shared <= found.shared < 0.5
     remember_lengths(found, config, folder)
     assert find_lengths(config, folder) == found
     (folder / "chats.jsonl").write_text((folder / "chats.jsonl").read_text(encoding="utf-8") + "\n", encoding="utf-8")
