@@ -84,3 +84,33 @@ def test_state_that_does_not_fit_is_said_in_second_one(monkeypatch):
         rehearse.rehearse_largest(parallel, None, None, guard)
     assert "lora" in str(caught.value) and caught.value.exit_code == 4
     assert not rehearse.is_asked(config.train, World())
+
+
+def test_what_is_rehearsed_is_computed_whole(tiny_model):
+    """Its samples are made of one token: shared prefixes would leave one of them."""
+    from types import SimpleNamespace
+
+    from duoka.comm.world import World
+    from duoka.config.schema import RunConfig
+    from duoka.model.build import LossModel, load_model
+    from duoka.model.request import ModelRequest
+    from duoka.parallel.inputs import model_inputs
+    from duoka.plan.layout import Layout
+
+    model, seen = LossModel(load_model(ModelRequest(tiny_model, dtype=torch.float32))), []
+    model.no_sharing = ""
+    model.core.get_input_embeddings().register_forward_hook(lambda _, given, __: seen.append(given[0].shape[1]))
+
+    def attempt(batch, objective):
+        for micro in batch.micro_batches:
+            model(**model_inputs(micro, torch.device("cpu")))
+
+    engine = SimpleNamespace(bare=model, model=model, try_rehearsal=attempt, optimizer_tensors=lambda optimizer: [])
+    memory, task = SimpleNamespace(tokens=150, later=90), SimpleNamespace(lengths=None, max_length=64)
+    guard = SimpleNamespace(
+        world=World(), plan=SimpleNamespace(memory=memory, task=task, layout=Layout()),
+        config=RunConfig.model_validate({"model": "demo", "data": {"train": ["x"], "max_length": 64}}),
+        until_it_fits=lambda attempt, batch, lay_out: attempt(batch),
+    )  # fmt: skip
+    rehearse.rehearse_largest(engine, None, None, guard)
+    assert seen == [150, 90] and model.no_sharing == ""

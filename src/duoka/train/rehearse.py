@@ -6,6 +6,9 @@ the data are as if it had not been.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
@@ -13,6 +16,7 @@ from duoka.comm.world import World
 from duoka.config.schema import TrainConfig
 from duoka.data.feed.loader import Batch, GlobalBatch
 from duoka.errors import DoesNotFit
+from duoka.model.build import LossModel
 from duoka.parallel.engine import Engine
 from duoka.parallel.objective import Objective
 from duoka.parallel.out_of_memory import is_out_of_memory
@@ -67,7 +71,21 @@ def rehearse_largest(
         samples, tokens = sum(one.num_samples for one in micros), sum(one.num_tokens for one in micros)
         return GlobalBatch(micros, targets, samples, tokens, 0, 0, np.empty(0, dtype=np.int64))
 
-    guard.until_it_fits(attempt, lay_out(), lay_out)
+    with _on_whole_rows(engine.bare):
+        guard.until_it_fits(attempt, lay_out(), lay_out)
+
+
+@contextlib.contextmanager
+def _on_whole_rows(bare: torch.nn.Module) -> Iterator[None]:
+    """Samples made of one token begin alike, and would be computed once."""
+    if not isinstance(bare, LossModel):
+        yield
+        return
+    before, bare.no_sharing = bare.no_sharing, "its tokens are not a text's"
+    try:
+        yield
+    finally:
+        bare.no_sharing = before
 
 
 def largest_batch(tokens: int, max_length: int, packing: bool) -> Batch:
