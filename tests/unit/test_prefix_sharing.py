@@ -10,13 +10,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from duoka.config.schema import RunConfig
 from duoka.data.feed.prefixes import find_repeats
-from duoka.model import native
+from duoka.model import attention, native
 from duoka.model.attention import register_attention
 from duoka.model.build import LossModel
 from duoka.model.documents import Documents
+from duoka.model.kernels import settle_sharing
 from duoka.model.prefixes import shorten
 from duoka.model.value_head import ValueModel
 from duoka.plan.hardware import Machine
+from duoka.plan.layout import Layout
 from duoka.plan.lengths import Lengths
 from duoka.plan.report import make_plan
 from duoka.plan.shape import demo_shape
@@ -164,6 +166,49 @@ def test_bf16_is_as_exact_as_whole_rows() -> None:
     (whole, want), (short, ours) = losses
     assert short == pytest.approx(whole, rel=2e-3)
     assert float((ours - want).norm() / want.norm()) < 0.03
+
+
+def launch(query, key, value, asking, held, most_queries, most_keys, *, scale, window_size, enable_gqa):  # type: ignore[no-untyped-def]
+    """What torch's kernel gives for documents whose last tokens ask, by a mask of the whole row."""
+    assert window_size == (-1, 0) and (most_queries, most_keys) == (int(asking.diff().max()), int(held.diff().max()))
+    places = [torch.arange(len(one)) for one in (query, key)]
+    own = [
+        torch.bucketize(place, edges.long(), right=True) for place, edges in zip(places, (asking, held), strict=True)
+    ]
+    from_end = [edges.long()[one] - place for place, one, edges in zip(places, own, (asking, held), strict=True)]
+    seen = (own[0][:, None] == own[1][None]) & (from_end[0][:, None] <= from_end[1][None])
+    heads = [one.transpose(0, 1)[None] for one in (query, key, value)]
+    return F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1)
+
+
+def test_one_launch_takes_documents_that_see_more_keys_than_they_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "find_varlen", lambda: launch)
+    monkeypatch.setattr(attention, "has_kernel_for", lambda *_: True)
+    lm, plain = llama(), llama("sdpa")
+    loss, expected = sharing(lm)(**known(pack(documents())))[0], -alone(plain, documents()).sum()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    loss.backward()
+    expected.backward()
+    compare(lm, plain)
+
+
+def test_a_gpu_whose_kernel_does_not_know_them_computes_each_sample_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def from_the_left(query, key, value, asking, held, *rest, **how):  # type: ignore[no-untyped-def]
+        """As a kernel that is causal from the first token on: right where documents ask for all they see."""
+        return launch(query, key[: len(query)], value[: len(query)], asking, asking, rest[0], rest[0], **how)
+
+    how = torch.device("cpu"), torch.bfloat16, 16
+    for kernel, works in ((launch, True), (from_the_left, False)):
+        monkeypatch.setattr(attention, "WORKS", {})
+        monkeypatch.setattr(attention, "find_varlen", lambda kernel=kernel: kernel)
+        assert attention.why_no_kernel(*how) == ""
+        assert (attention.why_no_kernel(*how, "prefixes") == "") == works
+        monkeypatch.setattr(
+            "duoka.model.kernels.why_no_kernel", lambda _, *rest: attention.why_no_kernel(how[0], *rest)
+        )
+        model = sharing(llama(head_dim=16))
+        settle_sharing(model, Layout(precision="bf16"), torch.device("cuda", 0))
+        assert (model.no_sharing == "") == works
 
 
 def test_what_is_dropped_at_random_is_drawn_for_each_document() -> None:

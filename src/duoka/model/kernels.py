@@ -13,7 +13,7 @@ import torch
 
 from duoka.config.schema import RunConfig
 from duoka.model import gpu_kernels, native
-from duoka.model.attention import NAME, why_no_kernel
+from duoka.model.attention import NAME, Case, why_no_kernel
 from duoka.model.build import LossModel, find_core, named_part
 from duoka.model.chunks import STRAIGHT
 from duoka.model.dtypes import BY_PRECISION
@@ -87,10 +87,18 @@ def _why_no_plain_head(bare: Any, layout: Layout) -> str:
     return "" if bare.bend == STRAIGHT else BENT
 
 
-def why_no_launch(core: Any, layout: Layout, device: torch.device, *, room: bool = False) -> str:
+def settle_sharing(bare: Any, layout: Layout, device: torch.device) -> None:
+    """Where one launch serves packed rows, but none whose documents share keys, each is computed whole: a call per
+    document costs more than its prefix. Tried here, before layers run."""
+    if device.type == "cuda" and isinstance(bare, LossModel) and not bare.no_sharing:
+        core = find_core(bare)
+        bare.no_sharing = "" if why_no_launch(core, layout, device) else why_no_launch(core, layout, device, "prefixes")
+
+
+def why_no_launch(core: Any, layout: Layout, device: torch.device, case: Case = "plain") -> str:
     """Why packed rows take one call per document; "": one launch serves all of them. Tried here, before layers run.
 
-    `room`: and empty documents behind them.
+    `case`: what else it is to serve (why_no_kernel).
     """
     if not layout.packing:
         return ""
@@ -101,7 +109,7 @@ def why_no_launch(core: Any, layout: Layout, device: torch.device, *, room: bool
         device,
         BY_PRECISION[layout.precision],
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "room" if room else "plain",
+        case,
     )
 
 

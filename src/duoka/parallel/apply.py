@@ -100,7 +100,7 @@ def _compile(spec: EngineSpec) -> None:
     layers = find_layers(core)
     why_not = "rows have other lengths"
     if spec.row_tokens:
-        why_not = why_no_launch(core, layout, spec.mesh.everyone.device, room=True)
+        why_not = why_no_launch(core, layout, spec.mesh.everyone.device, "room")
     if layout.compile == GRAPHS and (why_not or layout.recompute != "none" or layout.strategy not in ("single", "ddp")):
         raise ConfigError(
             f"train.compile is {GRAPHS}, and layers cannot be recorded as CUDA graphs here",

@@ -29,7 +29,7 @@ from duoka.model.adapters import Earlier
 from duoka.model.answer import end_of_turn
 from duoka.model.build import find_core, load_model, named_part, named_weights
 from duoka.model.dtypes import BY_PRECISION
-from duoka.model.kernels import agree_on_kernels, look
+from duoka.model.kernels import agree_on_kernels, look, settle_sharing
 from duoka.model.layers import find_layers
 from duoka.model.quantize import Quantization
 from duoka.model.request import ModelRequest
@@ -186,6 +186,7 @@ def build_run(inputs: Inputs, world: World) -> Run:
     stage.take_data(inputs.prepared)
     engine, roles = build_engine(inputs, plan, mesh, stage)  # the model under its layout; ranks read own shards
     objective_of = build_objective(config, engine, stage)
+    settle_sharing(engine.bare, plan.layout, world.device)
     kernels = choose_kernels(look(engine.bare, config, plan.layout, world.device))
     contents = build_contents(config, plan, engine, roles, inputs.run.path)  # with the optimizer, at step 0
     reference = _find_reference(inputs, plan, engine)  # while the engine has the weights that the run began with
