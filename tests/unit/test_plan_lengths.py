@@ -115,6 +115,17 @@ def test_a_look_guesses_number_and_lengths_of_untokenized_files(place):
     assert find_lengths(config, folder) is None
 
 
+def test_a_look_guesses_what_both_answers_of_a_pair_begin_with(tmp_path):
+    pair = {"prompt": "q" * 100, "chosen": "c" * 30, "rejected": "r" * 20}
+    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 9, encoding="utf-8")
+    data = {"train": [str(tmp_path / "pairs.jsonl")]}
+    config = RunConfig.model_validate({"model": "demo", "stage": "dpo", "data": data, "lora": {}})
+    found = find_lengths(config, tmp_path)
+    assert found.shared == found.least_shared == pytest.approx(0.4)
+    whole = config.model_copy(update={"data": config.data.model_copy(update={"prefix_sharing": False})})
+    assert find_lengths(whole, tmp_path).shared == 0
+
+
 def test_a_look_counts_tokens_where_the_models_tokenizer_is_here(place, tiny_model):
     """A template's words around each sample, and a vocabulary that knows few words: no rule of thumb has either."""
     folder, config = place

@@ -20,7 +20,7 @@ import numpy as np
 from duoka.config.schema import RunConfig, TrainConfig
 from duoka.data.feed.epoch_plan import EpochPlan, plan_epochs
 from duoka.data.feed.prefixes import find_repeats
-from duoka.data.read.example import AnyExample, BadRecord
+from duoka.data.read.example import AnyExample, BadRecord, Preference
 from duoka.data.read.record_kinds import read_record
 from duoka.data.read.records import FilePiece, Record, find_pieces, read_piece
 from duoka.data.read.registry import ResolvedSet, find_sets
@@ -49,7 +49,7 @@ _MOST_DRAWN = 65536
 _BYTES_PER_TOKEN = 4.0
 _TOKENS_PER_MESSAGE = 5
 # So many global batches are looked at for what their samples begin with alike, the first so many tokens of each.
-_BATCHES_LOOKED_AT, _MICRO_TOKENS = 16, 2048
+_BATCHES_LOOKED_AT, _MICRO_TOKENS, _PAIRS_AT_ONCE = 16, 2048, 4
 # Where the model's tokenizer is here, so many samples are cut into tokens, of those that are no longer than this.
 _COUNTED, _LONGEST_COUNTED = 64, 8192
 
@@ -179,6 +179,7 @@ def guess_lengths(config: RunConfig, sets: list[ResolvedSet], tokenizer: ChatTok
     """From the first records of each file, at 4 bytes a token or as some of them are cut into tokens; their number too,
     where sets are used as they are."""
     guessed: list[int] = []
+    shared: list[float] = []
     total: float | None = 0.0
     for found in sets:
         examples, number = _look_at(found)
@@ -187,6 +188,7 @@ def guess_lengths(config: RunConfig, sets: list[ResolvedSet], tokenizer: ChatTok
         if found.form.kind == "preference" and "labeled" in config.stage.kind.records:  # each pair is two answers
             own, number = [-(-size // 2) for size in own for _ in range(2)], 2 * number
         guessed += own
+        shared += _guess_shared(examples) if shares(config) and config.stage.kind.sequences > 1 else []
         known = found.weight is None and found.share is None and total is not None
         counted = min(number, found.max_samples or number) * (found.epochs or 1.0)
         total = total + counted if known and total is not None else None
@@ -202,7 +204,9 @@ def guess_lengths(config: RunConfig, sets: list[ResolvedSet], tokenizer: ChatTok
         return Lengths("sampled", None if total is None else max(1, round(total)), float(longest), longest)
     cut = [min(longest, length) for length in guessed]
     batch = _guess_batch(cut, parse_amount(config.train.global_batch), sum(cut) / len(cut))
-    return Lengths("sampled", None if total is None else max(1, round(total)), sum(cut) / len(cut), max(cut), batch)
+    number_of = None if total is None else max(1, round(total))
+    of_both = (sum(shared) / len(shared), min(shared)) if shared else ()
+    return Lengths("sampled", number_of, sum(cut) / len(cut), max(cut), batch, *of_both)
 
 
 def _look_at(found: ResolvedSet) -> tuple[list[AnyExample], float]:
@@ -236,6 +240,17 @@ def _guess_tokens(example: AnyExample) -> int:
     texts += [getattr(example, "text", ""), getattr(example, "tools", None) or ""]
     num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
     return max(1, round(num_bytes / _BYTES_PER_TOKEN) + _TOKENS_PER_MESSAGE * (len(texts) - 2))
+
+
+def _guess_shared(examples: Sequence[AnyExample]) -> list[float]:
+    """Of some pairs at a time: the share of both answers' texts that is the second copy of their question."""
+    pairs = [one for one in examples if isinstance(one, Preference)]
+    asked = [sum(len(message.content) for message in one.messages) for one in pairs]
+    whole = [
+        2 * size + len(one.chosen.content) + len(one.rejected.content) for size, one in zip(asked, pairs, strict=True)
+    ]
+    every = range(0, len(pairs), _PAIRS_AT_ONCE)
+    return [sum(asked[at : at + _PAIRS_AT_ONCE]) / max(1, sum(whole[at : at + _PAIRS_AT_ONCE])) for at in every]
 
 
 def _as_counted(guessed: list[int], examples: Sequence[AnyExample], tokenizer: ChatTokenizer) -> list[int]:
