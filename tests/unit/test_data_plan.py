@@ -157,6 +157,27 @@ def test_a_rank_with_a_long_sample_gets_fewer_short_ones() -> None:
     assert max(costs) <= 1.01 * np.mean(costs), f"the costliest rank has {max(costs) / np.mean(costs):.3f} of the mean"
 
 
+@many
+@given(lengths_of_any_kind, st.integers(1, 5), st.integers(1, 6), st.sampled_from((64, 300, 5000)))
+def test_samples_that_begin_alike_are_packed_side_by_side(
+    lengths: np.ndarray, num_ranks: int, per_family: int, tokens: int
+) -> None:
+    """Each once, within a micro-batch's tokens, equally many micro-batches on each rank, no rank far above the mean."""
+    ids, micro = np.arange(len(lengths)), Amount(tokens, "tokens")
+    alike = ids // per_family
+    shares = share_batch(ids, lengths, num_ranks, micro, packing=True, max_length=MAX_LENGTH, alike=alike)
+    assert sorted(one for share in shares for plan in share for one in plan.sample_ids) == ids.tolist()
+    assert len({len(share) for share in shares}) == 1
+    plans = [plan.sample_ids for share in shares for plan in share if plan.sample_ids]
+    assert all(len(plan) == 1 or lengths[list(plan)].sum() <= tokens for plan in plans)
+    loads = [sum(int(lengths[one]) for plan in share for one in plan.sample_ids) for share in shares]
+    assert max(loads) <= 1.25 * sum(loads) / num_ranks + lengths.max()
+    families = [lengths[alike == family] for family in np.unique(alike)]
+    if num_ranks == 1 and all(family.sum() <= tokens // 2 for family in families):
+        where = {int(one): place for place, plan in enumerate(plans) for one in plan}
+        assert all(len({where[one] for one in ids[alike == family].tolist()}) == 1 for family in np.unique(alike))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 512), min_size=1, max_size=120), st.integers(1, 6), st.integers(1, 3))
 def test_fixed_rows_are_shared_by_cost_without_more_micro_batches(lengths: list[int], ranks: int, rows: int) -> None:

@@ -23,6 +23,7 @@ ORDER_VERSION = 2  # raise it when the same data, seed and batch would give anot
 # For a sample of so many tokens, attention's quadratic cost equals everything that is linear in its length.
 # About 6 x hidden size: 3.5k for a 135M model, 24k for a 7B one. It only balances ranks, so one number serves.
 SQUARE_EQUALS_LINEAR_AT = 8192
+_PARTS_OF_A_RANK = 4  # at least, of samples that begin alike and are dealt to ranks together
 
 
 class EpochPlan:
@@ -189,10 +190,12 @@ def share_batch(
     *,
     packing: bool,
     max_length: int,
+    alike: np.ndarray | None = None,
 ) -> list[list[MicroPlan]]:
     """Lay one global batch out: [rank][micro-batch], of equal cost, and equally many micro-batches on every rank.
 
-    `lengths` are those of all samples. A sample longer than a micro-batch's tokens gets one of its own.
+    `lengths` are those of all samples. A sample longer than a micro-batch's tokens gets one of its own. Samples with
+    the same number in `alike` begin alike, and are packed side by side as far as micro-batches and ranks allow.
     """
     own_lengths = np.asarray(lengths)[sample_ids]
     if len(own_lengths) and int(own_lengths.max()) > max_length:
@@ -200,8 +203,10 @@ def share_batch(
     # Longest first, and by id among equals: the same on every rank, whatever order the ids came in.
     longest_first = np.lexsort((sample_ids, -own_lengths.astype(np.int64)))
     pairs = list(zip(sample_ids[longest_first].tolist(), own_lengths[longest_first].tolist(), strict=True))
-    shares = _share_by_cost(pairs, num_ranks)
-    plans = [_cut_share(share, micro, packing) for share in shares]
+    if alike is not None and packing and micro.unit == "tokens":
+        plans = _share_together(pairs, alike, num_ranks, micro)
+    else:
+        plans = [_cut_share(share, micro, packing) for share in _share_by_cost(pairs, num_ranks)]
     most = max(1, max(len(plan) for plan in plans))
     return [plan + [EMPTY] * (most - len(plan)) for plan in plans]
 
@@ -255,6 +260,24 @@ def _share_by_cost(pairs: Sequence[tuple[int, int]], num_ranks: int) -> list[lis
         shares[rank].append(pair)
         heapq.heapreplace(loads, (load + cost_of(pair[1]), rank))
     return shares
+
+
+def _share_together(
+    pairs: Sequence[tuple[int, int]], alike: np.ndarray, num_ranks: int, micro: Amount
+) -> list[list[MicroPlan]]:
+    """Parts of what begins alike are shared out as samples are, each small enough that ranks have equal work."""
+    families: dict[int, list[tuple[int, int]]] = {}
+    for pair in pairs:
+        families.setdefault(int(alike[pair[0]]), []).append(pair)
+    share = sum(length for _, length in pairs) // num_ranks
+    most = micro.count if num_ranks == 1 else min(micro.count, max(1, share // _PARTS_OF_A_RANK))
+    parts = [part for family in families.values() for part in fill_bins(family, most)]
+    parts.sort(key=lambda part: -sum(length for _, length in part))
+    sizes = [(place, sum(length for _, length in part)) for place, part in enumerate(parts)]
+    cut = ([plan.rows[0] for plan in _cut_share(own, micro, True)] for own in _share_by_cost(sizes, num_ranks))
+    return [
+        [MicroPlan((tuple(sample for place in row for sample, _ in parts[place]),)) for row in rows] for rows in cut
+    ]
 
 
 def _cut_share(share: Sequence[tuple[int, int]], micro: Amount, packing: bool) -> list[MicroPlan]:

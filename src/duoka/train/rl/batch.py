@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from duoka.data.feed.epoch_plan import MicroPlan
+from duoka.data.feed.epoch_plan import MicroPlan, share_batch
 from duoka.data.feed.loader import IGNORED, Batch, build_batch
 from duoka.data.tokens.template import Sample
+from duoka.parallel.engine import Engine
 from duoka.train.rl.rollouts import Rollout
+from duoka.units import Amount
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,15 @@ class AnswerRows:
         if one.own is not None:
             is_target[len(one.prompt_ids) :] = one.own
         return [Sample(ids, is_target)]
+
+    def share(self, engine: Engine, micro: Amount, *, packing: bool, max_length: int) -> list[list[MicroPlan]]:
+        """By rank and micro-batch; answers to one prompt side by side, where it is computed once for them."""
+        is_shared = getattr(engine.bare, "no_sharing", "no such model") == ""
+        prompts = np.array([one.rollout.prompt for one in self.answers]) if is_shared else None
+        every = np.arange(len(self))
+        return share_batch(
+            every, self.lengths, engine.mesh.data.size, micro, packing=packing, max_length=max_length, alike=prompts
+        )
 
     @property
     def num_targets(self) -> int:

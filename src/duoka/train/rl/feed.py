@@ -22,7 +22,6 @@ from duoka.comm.checksum import checksum
 from duoka.config.adapters import WEIGHTS
 from duoka.config.paths import given_path
 from duoka.config.schema import RunConfig
-from duoka.data.feed.epoch_plan import share_batch
 from duoka.data.feed.loader import GlobalBatch, Loader, Place
 from duoka.data.feed.prompts import PromptRows
 from duoka.data.feed.token_keys import step_key
@@ -163,12 +162,9 @@ class RolloutFeed:
         )
 
     def _share(self, rows: AnswerRows) -> list[Any]:
-        layout, mesh = self.site.layout, self.site.engine.mesh
-        shares = share_batch(
-            np.arange(len(rows)), rows.lengths, mesh.data.size, self.micro, packing=layout.packing,
-            max_length=self.site.config.data.max_length,
-        )  # fmt: skip
-        return shares[mesh.data.rank]
+        engine, most = self.site.engine, self.site.config.data.max_length
+        shares = rows.share(engine, self.micro, packing=self.site.layout.packing, max_length=most)
+        return shares[engine.mesh.data.rank]
 
     # --- where answers come from ---
 

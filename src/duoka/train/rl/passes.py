@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from duoka.data.feed.epoch_plan import share_batch
 from duoka.data.feed.loader import IGNORED
 from duoka.model.build import Answer
 from duoka.parallel.engine import Engine
@@ -38,10 +36,7 @@ class AnswerPass:
         """What `choose` takes of the model's answers, (rows, tokens), by answer; `said` tells the heart."""
         engine, layout, mesh, device = self.engine, self.layout, self.engine.mesh, self.engine.world.device
         rows = AnswerRows([Learned(place, one, 0.0) for place, one in enumerate(rollouts)])
-        shares = share_batch(
-            np.arange(len(rows)), rows.lengths, mesh.data.size, layout.micro, packing=layout.packing,
-            max_length=self.max_length,
-        )  # fmt: skip
+        shares = rows.share(engine, layout.micro, packing=layout.packing, max_length=self.max_length)
         own: dict[int, tuple[float, ...]] = {}
         with engine.evaluate() as model:
             was_training = model.training
