@@ -152,7 +152,7 @@ class Load:
 
 def activations_moved(work: Work, layout: Layout, load: Load) -> float:
     """Bytes of a rank that leave and come back in a step."""
-    one = moved_activations(work, layout, shares(work, layout)[0], round(load.tokens), round(load.length))
+    one = moved_activations(work, layout, shares(work, layout)[0], round(load.computed), round(load.length))
     return 2.0 * load.accumulation * one
 
 
@@ -176,7 +176,7 @@ def estimate_speed(work: Work, layout: Layout, cluster: Cluster, load: Load, *, 
     backward = double * matmul_s + passed * (ATTENTION_BACKWARD * attention_s + touch_s * TOUCHES_BACKWARD)
     backward = max(backward, launch_s(work, layout, device.kind) * 2 * passed)
     exchanges = traffic(
-        work, layout, cluster.per_node, accumulation=max(1, round(load.accumulation)), tokens=round(load.tokens)
+        work, layout, cluster.per_node, accumulation=max(1, round(load.accumulation)), tokens=round(load.computed)
     )  # fmt: skip
     count = load.accumulation
     share = shares(work, layout)[0]
@@ -218,7 +218,7 @@ def estimate_speed(work: Work, layout: Layout, cluster: Cluster, load: Load, *, 
         exposed_s=exposed,
         limit=_limit(parts, exchanges, cluster, step),
         is_measured=cluster.is_measured,
-        efficiency=_matmul_share(work, layout, cluster, load.tokens, rates),
+        efficiency=_matmul_share(work, layout, cluster, load.computed, rates),
     )
 
 
@@ -252,7 +252,7 @@ def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load, rate
     if layout.precision == "fp8":
         per_token, per_pass = rounding_bytes(work.shape)
         # Both passes' together, of which the backward pass is counted below as twice the forward pass.
-        rounded = (per_token + per_pass / max(1.0, load.tokens)) / (1 + TOUCHES_BACKWARD)
+        rounded = (per_token + per_pass / max(1.0, load.computed)) / (1 + TOUCHES_BACKWARD)
         touched += rounded * (COMPILED_TOUCHES if layout.compile else 1.0) / cut
     share = _matmul_share(work, layout, cluster, load.computed / layout.sp, rates)
     return (
