@@ -32,8 +32,8 @@ def _why_not_asked(config: RunConfig) -> str:
 
 def why_not_under(layout: Layout) -> str:
     """Why rows and layers of such a layout have no keys that several samples share."""
-    if layout.precision == "fp8":  # its few digits tell apart what fp32 sums differ by when rows are cut elsewhere
-        return "in fp8 losses would depend on how a batch is split"
+    if layout.precision == "fp8":  # the sum of gradients is rounded to 2 bits, where each was
+        return "in fp8 gradients would depend on how a batch is split"
     if layout.compile:
         return "compiled layers know no keys that several samples share"
     axes = {"pipeline": layout.pp, "sequence": layout.sp}
