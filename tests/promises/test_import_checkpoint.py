@@ -61,6 +61,38 @@ class Bomb:
         return Path.touch, (Path("struck"),)
 
 
+class Member:
+    """An enumeration's, as Python before 3.11.4 writes it."""
+
+    def __reduce__(self):
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+
+        return getattr, (ZeroStageEnum, "gradients")
+
+
+class Reached:
+    def __reduce__(self):
+        return getattr, (torch.Tensor, "numpy")
+
+
+def test_members_of_enumerations_are_read_as_older_pythons_write_them(saved, tiny_model, tmp_path):
+    place = tmp_path / "older"
+    shutil.copytree(saved / "stage2" / "global_step2", place)
+
+    def write(stage):
+        for part in sorted(place.glob("*_optim_states.pt")):
+            held = torch.load(part, weights_only=False)
+            held["optimizer_state_dict"]["zero_stage"] = stage
+            torch.save(held, part)
+
+    write(Reached())
+    with pytest.raises(ConfigError, match="could run code"):
+        import_from(place, tiny_model, tmp_path / "new")
+    write(Member())
+    import_from(place, tiny_model, tmp_path / "new")
+    check_weights(tmp_path / "new", saved / "stage2")
+
+
 def test_code_in_a_file_is_not_run_and_gaps_are_named(saved, tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 

@@ -51,6 +51,7 @@ def loop_of_verbs(yaml, overrides, folder):
     model = LossModel(
         load_model(ModelRequest(model_folder, dtype=torch.float32, lora=config.lora, seed=config.train.seed))
     )
+    model.no_sharing = ""  # as in a run of `duoka train`
     named = {name: p for name, p in model.lm.named_parameters() if p.requires_grad}
     optimizer = build_optimizer(named, config.optim)
     schedule = ScheduleLR(optimizer, config.optim, epochs=2, steps_per_epoch=loader.num_steps(1))

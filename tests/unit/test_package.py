@@ -38,7 +38,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         (folder / kind).mkdir()
     sdist = build("sdist", source, folder / "sdist")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
+        safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from Python 3.11.4 on
+        archive.extractall(folder / "unpacked", **safe)  # type: ignore[arg-type]
     (unpacked,) = (folder / "unpacked").iterdir()
     with zipfile.ZipFile(build("wheel", unpacked, folder / "wheel")) as archive:
         return set(archive.namelist())

@@ -23,6 +23,17 @@ from duoka.runs.failure import write_failure
 from duoka.runs.folder import RunFolder
 
 
+@pytest.fixture(autouse=True)
+def harmless():
+    """A signal that comes when nobody listens any more is one test's failure, not the end of all that this process has
+    still to test."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    time.sleep(0.15)  # longer than a repeat waits
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(
     "launcher", [FixedNodes(2, 1, "sft-0.sft", 29500), ComingAndGoing(Rules(1, 2, "sft-0.sft", 1))]
 )

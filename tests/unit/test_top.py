@@ -83,7 +83,7 @@ def test_states_are_told_apart(tmp_path, monkeypatch):
     for wanted, (state, more) in cases.items():
         assert standing_of(write_run(tmp_path / wanted, 5, state=state, **more))[1].state == wanted
     old = write_run(tmp_path / "old", 5, state="running", **alive)
-    elsewhere = write_run(tmp_path / "else", 5, state="running", **{**alive, "host": "another"})
+    elsewhere = write_run(tmp_path / "else", 5, state="running", **{**alive, "host": "another", "boot": "another"})
     for run in (old, elsewhere):
         for path in (run.events / "run.jsonl", run.status, run.progress):
             os.utime(path, (time.time() - 3600, time.time() - 3600))
@@ -250,16 +250,16 @@ def test_a_terminal_that_is_closed_ends_what_is_shown_on_it(tmp_path, monkeypatc
     """SIGHUP comes with it. It was lost where the screen was to be given back: exit code 6, and advice about disks."""
 
     def close():
+        os.kill(os.getpid(), signal.SIGHUP)  # first: a terminal that is gone ends what would listen
         os.close(ours)
-        os.kill(os.getpid(), signal.SIGHUP)
 
     followed = FollowedRun(write_run(tmp_path / "a", 4, total_steps=90, state="running", **leader_identity()))
     ours, theirs = pty.openpty()
     with open(theirs, "r+b", buffering=0) as raw, pytest.raises(AskedToLeave):
         monkeypatch.setattr(sys, "stdin", raw)
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, write_through=True))
-        threading.Timer(0.3, close).start()
         with leave_when_asked():
+            threading.Timer(0.3, close).start()
             watch_in_place(followed, price_per_hour=None, every_s=60)
 
 

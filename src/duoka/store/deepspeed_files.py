@@ -26,12 +26,20 @@ class _Number(int):
     """An enumeration of DeepSpeed's."""
 
 
+def _member(kind: object, name: str) -> _Opaque:
+    """How Python before 3.11.4 writes a member of one: as getattr, which this is for nothing else."""
+    if kind is not _Number:
+        raise torch.serialization.pickle.UnpicklingError(f"GLOBAL getattr of {kind} and {name}")
+    return _Opaque()
+
+
 _OTHER_STEP = "some of its files are of another step, or were cut short: bring them again, or name another step"
 _STAND_INS = [
     (_Opaque, "deepspeed.utils.tensor_fragment.fragment_address"),
     (_Opaque, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_Opaque, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (_Number, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_member, "builtins.getattr"),
 ]
 
 
