@@ -10,7 +10,6 @@ them alike; a figure is the best of the rounds, in CPU-seconds of this process. 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -25,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from watching import describe_machine, fill_page, package_versions, stamp
+from watching import describe_machine, package_versions, publish, stamp
 
 from duoka.config.schema import OptimConfig, ParallelConfig
 from duoka.model import native
@@ -170,10 +169,7 @@ def main() -> None:
         "layers": asked.layers, "rounds": asked.rounds, **stamp(),
         "rows": measure(options, asked.layers, asked.rounds),
     }  # fmt: skip
-    asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if asked.page:
-        fill_page(asked.page, page_text(found), "figures")
-    print(page_text(found))
+    publish(found, page_text(found), asked.out, asked.page, "figures")
 
 
 if __name__ == "__main__":

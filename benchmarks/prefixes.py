@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from options import SHAPE
-from watching import describe_machine, fill_page, package_versions, stamp
+from watching import describe_machine, package_versions, publish, stamp
 
 from duoka.config.schema import LoraConfig
 from duoka.model.attention import register_attention
@@ -159,10 +159,7 @@ def main() -> None:
         "machine": describe_machine(), "versions": package_versions(sys.executable, ("torch", "transformers")),
         "layers": asked.layers, "rounds": asked.rounds, **stamp(), "rows": measure(asked.layers, asked.rounds),
     }  # fmt: skip
-    asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if asked.page:
-        fill_page(asked.page, page_text(found), "prefixes")
-    print(page_text(found))
+    publish(found, page_text(found), asked.out, asked.page, "prefixes")
 
 
 if __name__ == "__main__":

@@ -161,6 +161,14 @@ def fill_page(page: Path, text: str, name: str) -> None:
     page.write_text(f"{head}{start}{line}\n{text.strip()}\n<!-- end -->{tail}", encoding="utf-8")
 
 
+def publish(found: dict[str, Any], text: str, out: Path, page: Path | None, name: str) -> None:
+    """Figures into their JSON, and as `text` into a page's block and onto the screen."""
+    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if page:
+        fill_page(page, text, name)
+    print(text)
+
+
 def machine_kind() -> str:
     """What its arithmetic is: figures of unlike machines are not compared."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []

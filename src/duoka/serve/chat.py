@@ -99,7 +99,7 @@ class Chat:
                 beside = {"name": call["function"]["name"], "tool_call_id": call["id"]}
                 self.messages.append({"role": "tool", "content": answer, **beside})
                 yield f"[{call['function']['name']} {call['function']['arguments']} -> {answer}]\n"
-        except BaseException:
+        except BaseException:  # a Ctrl-C too, or a caller who asks no further; raised again
             del self.messages[at:], self.messages[at - 1]["tool_calls"]
             raise
 
