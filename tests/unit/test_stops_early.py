@@ -68,10 +68,11 @@ def test_a_command_that_is_asked_to_leave_takes_its_draft_along(name, tmp_path, 
     def write(**_):
         with draft_of(tmp_path / "new") as draft:
             (draft / "weights").write_bytes(b"half")
-            if not os.fork():  # a child is ended by it as by default: it has nothing of ours to unwind
+            child = os.fork()
+            if not child:  # a child is ended by it as by default: it has nothing of ours to unwind
                 os.kill(os.getpid(), signal.Signals[name])
                 os._exit(1)
-            assert os.WTERMSIG(os.wait()[1]) == signal.Signals[name]
+            assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.Signals[name]  # not of what another test left
             os.kill(os.getpid(), signal.Signals[name])
 
     monkeypatch.setattr("duoka.cli.cli.main", write)
