@@ -40,7 +40,7 @@ little: $(STAMP)  ## a model from nothing: tokenizer, base, mid, SFT, RL, report
 # Three files at a time, on two cores: what one waits for (a world that ends, a grace time) the others use.
 test: $(STAMP)  ## all tests
 	@$(COMPILE)
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Pages in a real Chromium (Debian: apt install chromium), and what other projects' clients make of our server. Each is
 # skipped in red where what it needs is not there.

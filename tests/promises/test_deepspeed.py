@@ -8,13 +8,14 @@ import pytest
 import test_any_split as any_split
 import torch
 from families import write_family
+from needs import need_deepspeed
 from safetensors.torch import load_file
 from test_any_split import CUT, LORA, PADDED, TOLERANCE, WHOLE, batches, case, oracles  # noqa: F401  (fixtures)
 from test_packed_exchange import in_nodes_of_two
 from tiny import build_tiny_tokenizer
 from worlds import run_world, train_all, train_jobs
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
+need_deepspeed()
 pytestmark = pytest.mark.timeout(900)
 
 # Tiny tensors: nothing stays gathered for being small, and buckets are filled more than once.

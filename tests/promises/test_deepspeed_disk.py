@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import test_any_split as any_split
 import torch
+from needs import need_deepspeed
 from safetensors.torch import load_file
 from test_any_split import CUT, LORA
 from tiny import write_conversations, write_tiny_model
@@ -22,7 +23,7 @@ from worlds import run_world, train_all
 from duoka.parallel.deepspeed_disk import remove_left
 from duoka.plan.compiler import has_aio
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
+need_deepspeed()
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 SAVING = ("checkpoint.every=2", "checkpoint.keep=10")

@@ -6,11 +6,12 @@ import pytest
 import torch
 from commands import run_duoka
 from deepspeed_runs import go_on
+from needs import need_deepspeed
 from safetensors.torch import load_file
 from tiny import write_conversations, write_tiny_model
 from worlds import run_world
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
+need_deepspeed()
 pytestmark = pytest.mark.timeout(400)
 
 YAML = """

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from needs import need_deepspeed
 from safetensors.torch import load_file
 from tiny import build_tiny_tokenizer, write_conversations, write_tiny_model
 from worlds import run_world, train_jobs
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
+need_deepspeed()
 pytestmark = pytest.mark.timeout(400)
 
 YAML = """

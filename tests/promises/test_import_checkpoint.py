@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from importing import import_from
+from needs import need_deepspeed
 from safetensors.torch import load_file
 from worlds import run_world
 
 from duoka.errors import ConfigError, DuokaError, StorageError
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
+need_deepspeed()
 pytestmark = pytest.mark.timeout(300)
 STAGES = (0, "narrow", 1, 2, 3)
 

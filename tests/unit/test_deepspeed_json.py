@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from commands import run_python
+from needs import need_deepspeed
 
 from duoka.cli import config as config_cli
 from duoka.config.deepspeed_json import engine_json
@@ -63,7 +65,7 @@ def test_a_runs_json_read_back_is_the_run(strategy: str) -> None:
 
 
 def test_deepspeed_takes_the_json() -> None:
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
+    need_deepspeed()
     from deepspeed.runtime.config import DeepSpeedConfig
 
     assert convert(f"{RUN}parallel: {{strategy: zero2}}\n", nproc=1).exit_code == 0
@@ -119,7 +121,7 @@ def _has_it() -> bool:
 
 def test_saving_does_not_import_it(tmp_path: Path, tiny_model: Path) -> None:
     """In a fresh process: Accelerate would, to ask whether the model is one of DeepSpeed's."""
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
+    need_deepspeed()
     code = (
         "import sys, pathlib, torch\n"
         "from duoka.model.build import load_model\n"
@@ -222,7 +224,7 @@ def test_activations_elsewhere_are_not_left_out_without_a_word() -> None:
 
 def test_every_key_that_deepspeed_has_is_known() -> None:
     """A file that runs there ends here at no word that "DeepSpeed has none of"."""
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
+    need_deepspeed()
     from deepspeed.runtime import precision_config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -335,3 +337,18 @@ def test_files_that_deepspeed_would_end_at_are_not_written() -> None:
 def test_a_micro_batch_that_is_no_number_of_samples_is_said(size: str) -> None:
     said = convert(RUN, "parallel.strategy=zero2", f"train.micro_batch={size}").stderr
     assert f"train.micro_batch is {size}, which is 1" in said
+
+
+def test_its_autotuners_tracker_is_not_imported_with_it(tmp_path: Path) -> None:
+    """A second and a half of each rank's start where MLflow is installed; a run that logs there still finds it."""
+    need_deepspeed()
+    (tmp_path / "mlflow.py").write_text("", encoding="utf-8")
+    code = (
+        "import sys, torch\n"
+        "from duoka.parallel.deepspeed_package import load_deepspeed\n"
+        "load_deepspeed(torch.device('cpu'))\n"
+        "assert 'mlflow' not in sys.modules\n"
+        "import mlflow"
+    )
+    done = run_python("-c", code, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr

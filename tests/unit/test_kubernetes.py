@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
+from needs import need
 
 from duoka.cli import cli
 from duoka.cluster.kubernetes import grace_s, read_asked
@@ -26,8 +27,8 @@ from duoka.runs.alive import find_silence, main
 from duoka.runs.folder import RunFolder
 from duoka.runs.heart import Beat, Heart
 
-kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="NO SCHEMAS: pip install kubernetes-validate")
-kubeflow = pytest.importorskip("kubeflow_trainer_api.models", reason="NO SCHEMAS: pip install kubeflow-trainer-api")
+need("kubernetes_validate", "kubernetes-validate")
+need("kubeflow_trainer_api", "kubeflow-trainer-api")
 
 GOLDEN = Path(__file__).parents[1] / "cluster" / "golden"
 YAML = "model: {name: demo}\ndata: {train: [chats.jsonl]}\nfaults: {stop_within: 10min}\noutput: runs/sft\n"
@@ -56,12 +57,16 @@ def render(folder: Path, monkeypatch: pytest.MonkeyPatch, asked: str, *words: st
 def find_faults(document: dict[str, Any]) -> str:
     """What the published schemas say; empty: nothing."""
     if document["apiVersion"].startswith("trainer.kubeflow.org"):
-        model = getattr(kubeflow, f"TrainerV1alpha1{document['kind']}")
+        from kubeflow_trainer_api import models
+
+        model = getattr(models, f"TrainerV1alpha1{document['kind']}")
         try:
             back = model.from_dict(document).to_dict()
         except ValueError as error:
             return str(error)
         return "" if back == document else f"a field that is not known: {back} is left of {document}"
+    import kubernetes_validate
+
     for version in (OLDEST, NEWEST):
         try:
             kubernetes_validate.validate(document, version, strict=True)

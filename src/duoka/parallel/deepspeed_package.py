@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +22,8 @@ def load_deepspeed(device: torch.device) -> Any:
     """The package, told which device it is on: it looks for one otherwise, and says so on every rank."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
-    import deepspeed
+    with _without("mlflow"):  # of its autotuner, which nobody here asks: three quarters of what it imports
+        import deepspeed
     from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
@@ -27,6 +31,19 @@ def load_deepspeed(device: torch.device) -> Any:
     # a build that was killed leaves a lock that the next start waits for.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+@contextmanager
+def _without(module: str) -> Iterator[None]:
+    """Not installed, for who looks meanwhile; but what is imported already stays what it is."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[module]
 
 
 def begin_deepspeed(device: torch.device, tensor_ranks: int = 1) -> Any:
