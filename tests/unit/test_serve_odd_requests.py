@@ -88,6 +88,13 @@ def test_messages_of_which_the_template_writes_nothing_are_refused_and_no_row_is
     assert server.service.scheduler.num_active == 0
 
 
+def test_options_of_a_stream_that_is_none_are_refused(server: Server) -> None:
+    for more, status in (({}, 400), ({"stream": False}, 400), ({"stream_options": None}, 200)):
+        asked = {"model": "tiny", "prompt": "a", "max_tokens": 1, "stream_options": {"include_usage": True}} | more
+        found, answer = post(server, "/v1/completions", **asked)
+        assert found == status and (status == 200 or answer["error"]["param"] == "stream_options"), answer
+
+
 def test_a_plain_text_begins_as_its_tokenizer_begins_it(server: Server, folder: Path) -> None:
     ids = AutoTokenizer.from_pretrained(folder)("abc")["input_ids"]
     assert ids[0] == BEGIN
@@ -221,6 +228,27 @@ def test_an_adapter_that_was_trained_on_another_model_of_that_shape_is_refused(
         found, answer = post(server, "/v1/load_lora_adapter", lora_name="mine", lora_path=str(mine))
         assert found == status, answer
         assert status == 200 or "is not the one that it was trained on" in answer["error"]["message"]
+
+
+def test_an_adapter_of_another_tool_that_names_another_base_is_loaded_with_a_warning(
+    server: Server, folder: Path, adapter: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    other = write_tiny_model(tmp_path / "other", tied=False, seed=1)
+    same = tmp_path / "copied"
+    shutil.copytree(folder, same)
+    facts = json.loads((adapter / "adapter_config.json").read_text())
+    wanted = {
+        str(other): "which is not the model here", "someone/else": "someone/else, which is not on this machine",
+        str(folder): "", str(same): "", "someone/Tiny": "", None: "",
+    }  # fmt: skip
+    for place, (base, words) in enumerate(wanted.items()):
+        mine = tmp_path / f"adapter-{place}"
+        shutil.copytree(adapter, mine)
+        (mine / "adapter_config.json").write_text(json.dumps(facts | {"base_model_name_or_path": base}))
+        status, answer = post(server, "/v1/load_lora_adapter", lora_name=f"named-{place}", lora_path=str(mine))
+        said = answer.get("warning", "")
+        assert status == 200 and words in said and bool(words) == bool(said), (base, answer)
+        assert (words or "loaded") in capfd.readouterr().err + (answer["status"] if not words else "")
 
 
 def test_a_runs_folder_is_loaded_as_the_command_line_loads_it(server: Server, adapter: Path, tmp_path: Path) -> None:

@@ -125,7 +125,10 @@ def _asked(
     sampling = _sampling(fields, facts, min(prompts, key=len), new)
     ignores_end = fields.flag("ignore_eos")
     is_stream = fields.flag("stream")
-    raw_options = fields.take("stream_options", {})
+    raw_options = fields.take("stream_options")
+    if raw_options is not None and not is_stream:
+        raise BadRequest("stream_options needs stream: true", "stream_options")
+    raw_options = {} if raw_options is None else raw_options
     if not isinstance(raw_options, dict):
         raise BadRequest(f"stream_options is {raw_options!r}; it must be an object", "stream_options")
     options = Fields(raw_options)

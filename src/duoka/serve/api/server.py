@@ -32,6 +32,7 @@ from safetensors import SafetensorError
 from duoka import __version__
 from duoka.errors import ConfigError
 from duoka.hub.base import read_base, refuse_other_base
+from duoka.hub.named_base import note_named_base
 from duoka.serve.api.answers import Gone, Reply
 from duoka.serve.api.bodies import has_body, read_body
 from duoka.serve.api.fields import BadRequest, Fields, several
@@ -67,25 +68,29 @@ class Service:
     key: str
     adapters: dict[str, str | None]  # the same mapping as `facts.models`; changed by loads and unloads
     base: Path  # the folder of the weights that adapters are laid over
+    base_names: tuple[str, ...] = ()  # what that model goes by
     started: float = field(default_factory=time.time)
     _changing: threading.Lock = field(default_factory=threading.Lock)
 
-    def load_adapter(self, name: str, folder: Path) -> None:
+    def load_adapter(self, name: str, folder: Path) -> str:
+        """A note of what is odd about it, or ""."""
         with self._changing:
-            self._load_adapter(name, folder)
+            return self._load_adapter(name, folder)
 
-    def _load_adapter(self, name: str, folder: Path) -> None:
+    def _load_adapter(self, name: str, folder: Path) -> str:
         if name in self.adapters:
             raise BadRequest(f"there is a model {name!r} already; unload it first", "lora_name")
         try:
             folder = _folder_of_adapter(folder)
             refuse_other_base(str(folder), read_base(folder), self.base)
             found = self.scheduler.model.adapters.read(folder)
+            note = note_named_base(folder, self.base, self.base_names)
         except _BROKEN as error:
             what = error.what if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             raise BadRequest(f"{folder} is not loaded: {what}", "lora_path") from None
         self.scheduler.call(lambda: self.scheduler.model.adapters.install(name, found))
         self.adapters[name] = name
+        return note
 
     def unload_adapter(self, name: str) -> None:
         with self._changing:
@@ -314,8 +319,10 @@ class Handler(BaseHTTPRequestHandler):
         fields = Fields(self._body())
         name, folder = fields.text("lora_name"), fields.text("lora_path")
         fields.done()
-        self.service.load_adapter(name, Path(folder))
-        self._json(200, {"status": f"loaded {name}"})
+        note = self.service.load_adapter(name, Path(folder))
+        if note:
+            print(f"loaded {name}: {note}", file=sys.stderr, flush=True)
+        self._json(200, {"status": f"loaded {name}"} | ({"warning": note} if note else {}))
 
     def _unload(self) -> None:
         fields = Fields(self._body())

@@ -83,7 +83,8 @@ def build_service(trained: Trained, adapters: Mapping[str, Trained], settings: S
     tokenizer = load_chat_tokenizer(trained)
     vocabulary = int(model.lm.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     facts = Facts(tokenizer, vocabulary, model.window, stop_tokens(model.lm, tokenizer), models)
-    return Service(scheduler, facts, settings.key or f"duoka-{secrets.token_urlsafe(18)}", models, below)
+    key = settings.key or f"duoka-{secrets.token_urlsafe(18)}"
+    return Service(scheduler, facts, key, models, below, (trained.name, trained.base_name))
 
 
 def _load(trained: Trained, settings: Settings, *, base_only: bool) -> tuple[SlotModel, int]:
