@@ -99,7 +99,8 @@ def _enter(rank, size, port, env, function, arguments):
         )  # fmt: skip
     import torch
 
-    torch.set_num_threads(1)
+    # As many as commands have: other numbers of threads are other bits. It was imported before the variable was known.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with known_architectures():
         function(*arguments)
 
