@@ -2,14 +2,21 @@
 
 import http.client
 import json
+import os
 import threading
 
+import pytest
 from written_runs import write_run
 
-from duoka.runs.events import read_steps
-from duoka.watch.board import Asked, Board
+from duoka.errors import StorageError
+from duoka.runs.events import EventTail, EventWriter, read_steps
+from duoka.runs.folder import read_owner
+from duoka.watch.board import Asked, Board, NotThere
+from duoka.watch.differences import shown_config
+from duoka.watch.ranks import read_ranks
 from duoka.watch.report import end_lines
 from duoka.watch.server import BoardServer
+from duoka.watch.terminal import last_lines
 
 
 def test_a_damaged_line_does_not_take_the_runs_page_away(tmp_path):
@@ -48,3 +55,22 @@ def test_a_report_has_what_it_can_read(tmp_path):
     run.plan.write_text(json.dumps({"memory": [1], "speed": "fast", "machine": "x", "layout": ["a"], "compute": {}}))
     (run.path / "data.json").write_text(json.dumps({"sets": [{"name": "talks"}, 3, {"counts": {"num_kept": 1}}]}))
     assert "at step 8" in "\n".join(end_lines(run))
+
+
+def test_a_named_pipe_where_a_file_of_a_run_is_expected_keeps_nobody_waiting(tmp_path):
+    """Opening one waits until somebody writes into it: reports, pages and `duoka runs` never came to an end."""
+    run = write_run(tmp_path / "a", 3)
+    files = [run.events / "run.jsonl", run.events / "rank00000.jsonl", run.config, run.lock, run.logs / "x.log"]
+    for path in files:
+        path.unlink(missing_ok=True)
+        path.parent.mkdir(exist_ok=True)
+        os.mkfifo(path)
+    assert read_steps(run) == [] and read_owner(run) == "" and EventTail(files[0]).read() == []
+    assert read_ranks(run, 1) == [] and shown_config(run) == ""
+    assert "no plain file" in last_lines(run.logs / "x.log")[0]
+    board = Board(tmp_path)
+    board.look(Asked(runs=("a",), focus="a", keys=("loss",)))
+    with pytest.raises(NotThere, match="has no log"):
+        board.log("a", "x.log", None)
+    with pytest.raises(StorageError, match="no plain file"):
+        EventWriter(files[0])

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from duoka.runs.folder import RunFolder
+from duoka.errors import StorageError
+from duoka.runs.folder import RunFolder, open_plain
 
 SCHEMA = 1
 _HEAD_BYTES = 256
@@ -47,6 +48,8 @@ class EventWriter:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():  # a named pipe would wait for a reader
+            raise StorageError(f"{path} is no plain file, and the run's log is written there", fix="move it away")
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.fault = ""
         # A killed writer left half a line: close it, or the next event would be lost with it.
@@ -72,7 +75,7 @@ class EventWriter:
 
 
 def _ends_mid_line(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         if file.seek(0, os.SEEK_END) == 0:
             return False
         file.seek(-1, os.SEEK_END)
@@ -82,7 +85,7 @@ def _ends_mid_line(path: Path) -> bool:
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """All whole lines of a log, in the order written; a cut or damaged line is passed over."""
     try:
-        file = path.open("rb")
+        file = open_plain(path)
     except OSError:
         return
     with file:
@@ -120,7 +123,7 @@ class EventTail:
         """All that came; or of a long log the next `most_bytes`, and always one whole line."""
         self.replaced, self.num_left = False, 0
         try:
-            file = self.path.open("rb")
+            file = open_plain(self.path)
         except OSError:
             return []  # not there yet, or between two files
         with file:

@@ -12,15 +12,17 @@ knows paths and small JSON files only.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from duoka.errors import StorageError
 
@@ -107,7 +109,8 @@ def _dead_link(path: Path) -> str:
 def read_owner(run: RunFolder) -> str:
     """The mark of the start that holds this folder, which it leaves in its lock; empty where nobody has left one."""
     try:
-        return run.lock.read_text(encoding="ascii")
+        with open_plain(run.lock) as file:
+            return file.read().decode("ascii")
     except (OSError, ValueError):
         return ""
 
@@ -161,6 +164,15 @@ def write_text_atomic(path: Path, text: str, *, durable: bool = True) -> None:
     except BaseException:  # a Ctrl-C too must leave no half-written file behind; it goes on upwards
         name.unlink(missing_ok=True)
         raise
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """For reading; what is no plain file is an OSError: a named pipe would wait for somebody to write into it."""
+    file = cast(BinaryIO, open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return file
 
 
 def json_lines(text: str) -> list[Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from duoka.errors import DuokaError
 from duoka.runs.events import global_log
 from duoka.runs.find import runs_in, written_at
-from duoka.runs.folder import RunFolder
+from duoka.runs.folder import RunFolder, open_plain
 from duoka.runs.status import read_status
 from duoka.watch.columns import number, whole
 from duoka.watch.differences import find_differences
@@ -178,7 +178,7 @@ class Board:
         if path is None:
             raise NotThere(f"the run {name} has no log {file}")
         try:
-            with path.open("rb") as stream:
+            with open_plain(path) as stream:
                 size = stream.seek(0, 2)
                 begin = max(0, size - LOG_BYTES) if start is None or start > size else start
                 stream.seek(begin)

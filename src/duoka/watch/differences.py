@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from duoka.process.secrets import hide_in_command, hide_secrets
-from duoka.runs.folder import RunFolder, read_json
+from duoka.runs.folder import RunFolder, open_plain, read_json
 
 _OF_ENV = ("duoka", "python", "packages", "host", "system", "machine", "git", "environment", "command")
 _OF_PLAN = ("layout", "batch", "steps")
@@ -37,7 +37,8 @@ def find_differences(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 def read_config(run: RunFolder) -> dict[str, Any]:
     """What the run's config.yaml says; {} where it cannot be read."""
     try:
-        found = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+        with open_plain(run.config) as file:
+            found = yaml.safe_load(file.read().decode("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -46,7 +47,8 @@ def read_config(run: RunFolder) -> dict[str, Any]:
 def shown_config(run: RunFolder) -> str:
     """The text of the run's config.yaml as others may see it; empty where it cannot be read."""
     try:
-        text = run.config.read_text(encoding="utf-8")
+        with open_plain(run.config) as file:
+            text = file.read().decode("utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
     return hide_secrets(_PRIVATE_LINE.sub(lambda found: f'{found[1]}"{_MASK}"{found[2] or ""}', text))

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from duoka.runs.folder import RunFolder
+from duoka.runs.folder import RunFolder, open_plain
 from duoka.watch.columns import number, whole
 from duoka.watch.ranks import parse_lines, rank_files, sample_events
 from duoka.watch.series import short
@@ -72,7 +72,8 @@ class HeatMap:
         if self.is_sampled:
             return sample_events(path, self.num_columns)
         try:
-            return parse_lines(path.read_bytes().splitlines())
+            with open_plain(path) as file:
+                return parse_lines(file.read().splitlines())
         except OSError:
             return []  # moved away meanwhile
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from duoka.runs.folder import RunFolder
+from duoka.runs.folder import RunFolder, open_plain
 from duoka.watch.columns import PARTS, number, whole
 
 _TAIL_BYTES = 64 * 1024  # of one log
@@ -119,7 +119,7 @@ def _rank_tail(path: Path, tail_bytes: int) -> RankTail | None:
 def tail_events(path: Path, tail_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
     """The whole lines in the last bytes of a log."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - tail_bytes))
             lines = file.read().splitlines()
@@ -132,7 +132,7 @@ def sample_events(path: Path, num_places: int) -> list[dict[str, Any]]:
     """A line from each of so many even distances: of a log that is too long to read."""
     out: list[bytes] = []
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
             for place in range(num_places):
                 piece = os.pread(file.fileno(), _PIECE_BYTES, size * place // num_places)

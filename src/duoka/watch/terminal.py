@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from duoka.runs.folder import open_plain
 from duoka.watch.curve import can_draw
 from duoka.watch.follow import FollowedRun
 from duoka.watch.screen import (
@@ -133,7 +134,7 @@ def log_files(followed: FollowedRun) -> list[Path]:
 def last_lines(path: Path) -> list[str]:
     """The end of a log, whatever bytes are in it; of a line that was overwritten (a progress bar) its last form."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             file.seek(max(0, file.seek(0, 2) - _LOG_BYTES))
             text = file.read().decode("utf-8", "replace")
     except OSError as error:
