@@ -77,12 +77,14 @@ def test_what_lies_in_files_takes_no_memory_but_its_buffers(disk, kept):
 
 
 def test_weights_on_a_disk_are_read_from_it_by_each_pass():
-    """Past the page cache, however much memory there is; natively that keeps them."""
+    """Past the page cache, however much memory there is; natively that keeps them. Gradients are put away beside the
+    optimizer's state when the last micro-batch has added to them, and read for the update."""
     at = replace(layout("fsdp"), offload="optimizer")
     cluster = cluster_of(Machine(2, 64 << 30, 60 << 30), 1, RANKS)
     moved = [moved_bytes(work(), replace(at, disk=disk), 3, cluster) for disk in ("none", "optimizer", "params")]
     own = SHAPE.num_parameters / RANKS
-    assert moved == pytest.approx([0, 2 * 12 * own, 2 * 12 * own + 4 * own * (2 * 3 + 2)], rel=1e-6)
+    once = 2 * (12 + 4) * own
+    assert moved == pytest.approx([0, once, once + 4 * own * (2 * 3 + 2)], rel=1e-6)
 
 
 def test_the_live_window_of_stage_3_is_part_of_the_peak():

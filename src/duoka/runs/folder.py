@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from duoka.errors import StorageError
 
@@ -168,11 +168,11 @@ def write_text_atomic(path: Path, text: str, *, durable: bool = True) -> None:
 
 def open_plain(path: Path) -> BinaryIO:
     """For reading; what is no plain file is an OSError: a named pipe would wait for somebody to write into it."""
-    file = cast(BinaryIO, open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)))
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
         raise OSError(errno.EINVAL, "it is no plain file", str(path))
-    return file
+    return os.fdopen(handle, "rb")
 
 
 def json_lines(text: str) -> list[Any]:
