@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from pathlib import Path
@@ -13,6 +14,7 @@ from tiny import CHATML, build_tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
+from duoka.cli import run as duoka
 from duoka.errors import ConfigError
 from duoka.model.gguf import BOUNDS, check_gguf, name_of_cut, write_gguf
 
@@ -22,6 +24,8 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -108,10 +112,26 @@ def test_positions_that_are_stretched_as_llama_3_s_are_written_as_transformers_c
     assert 1 in divisors and 8 in divisors and any(1 < one < 8 for one in divisors)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_positions_that_are_stretched_otherwise_are_told_by_the_keys_of_such_files(tmp_path: Path, kind: str) -> None:
+    """transformers does not read them; llama.cpp does (test_gguf_llama_cpp.py)."""
+    for name, rope in (("yarn", YARN), ("linear", LINEAR)):
+        path = write_gguf(write_model(tmp_path / name, kind, rope_parameters=rope), "f16", "model").path
+        fields = {key: field.contents() for key, field in gguf.GGUFReader(path).fields.items() if "scaling" in key}
+        wanted = {"type": name, "factor": 4.0} | ({"original_context_length": 64} if name == "yarn" else {})
+        assert fields == {f"{kind}.rope.scaling.{key}": value for key, value in wanted.items()}
+
+
 def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) -> None:
-    stretched = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    with pytest.raises(ConfigError, match="stretched"):
-        check_gguf(write_model(tmp_path / "a", "llama", rope_parameters=stretched))
+    for number, (kind, rope, match) in enumerate((
+        ("llama", {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "how long a text is"),
+        ("qwen2", LLAMA3, "no llama3 of qwen2"),
+        ("qwen3", {**YARN, "beta_fast": 16}, "beta_fast 16, and readers take 32"),
+        ("llama", {**YARN, "attention_factor": 1.0}, "scales attention by 1, and readers by"),
+        ("llama", {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}, "scales attention by 0.96"),
+    )):  # fmt: skip
+        with pytest.raises(ConfigError, match=match):
+            check_gguf(write_model(tmp_path / f"a{number}", kind, rope_parameters=rope))
     windows = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
     for number, (kind, more, match) in enumerate((
         ("llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
@@ -151,6 +171,21 @@ def test_export_writes_one_beside_the_folder(tmp_path: Path) -> None:
     done = run_duoka("export", folder, "-o", tmp_path / "out", "--gguf", "q8_0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no matrix is off by more than" in done.stdout and (tmp_path / "out" / "out.q8_0.gguf").is_file()
+
+
+def test_an_export_whose_gguf_file_fails_leaves_nothing_that_the_next_one_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = write_model(tmp_path / "model", "llama"), tmp_path / "out"
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("duoka.model.gguf.write_gguf", fail)
+        assert duoka(["export", str(folder), "-o", str(out), "--gguf", "f16"]) == 6
+    assert [path.name for path in tmp_path.iterdir()] == ["model"] and "no space left" in capsys.readouterr().err
+    assert duoka(["export", str(folder), "-o", str(out), "--gguf", "f16"]) == 0
 
 
 def test_the_modelfile_has_chatml_and_what_a_template_says_unasked_and_no_other_form(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_gguf import LLAMA3, TEXT, write_model
+from test_gguf import LINEAR, LLAMA3, TEXT, YARN, write_model
 from transformers import AutoModelForCausalLM
 
 from duoka.data.tokens.tokenizer import load_tokenizer
@@ -37,7 +37,10 @@ def greedy(model, ids: tuple[int, ...], count: int) -> list[int]:
         ("llama", "f16", {"attention_bias": True, "mlp_bias": True}),
         ("llama", "f32", {"tied": False, "head_dim": 32}),
         ("llama", "f32", {"tied": False, "rope_parameters": LLAMA3}),
+        ("llama", "f32", {"tied": False, "rope_parameters": YARN}),
         ("qwen2", "bf16", {"tied": False}),
+        ("qwen3", "f32", {"tied": False, "rope_parameters": LINEAR, "head_dim": 32}),
+        ("qwen2", "f32", {"tied": False, "rope_parameters": YARN}),
         ("qwen3", "f32", {"head_dim": 32}),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +81,8 @@ def command(
     else:
         facts, lines = _export_full(trained, output, dtype, shard_gb)
     if gguf is not None and not is_ollama:
-        more, line = _write_gguf(output, gguf)
+        with _gone_where_it_fails(output):
+            more, line = _write_gguf(output, gguf)
         facts, lines = facts | more, [*lines, line]
     if as_json:
         import json
@@ -115,6 +118,18 @@ def _write_gguf(output: Path, kind: str) -> tuple[dict[str, Any], str]:
     size, error = format_bytes(done.size_bytes), f"{done.largest_error:.2g}"
     line = f"  wrote {done.path} ({size}); read back, no matrix is off by more than {error}"
     return {"gguf": str(done.path), "gguf_bytes": done.size_bytes, "gguf_error": done.largest_error}, line
+
+
+@contextlib.contextmanager
+def _gone_where_it_fails(folder: Path) -> Iterator[None]:
+    """Half of what was asked for would be there, and the same command would refuse its own folder."""
+    import shutil
+
+    try:
+        yield
+    except BaseException:  # goes on upwards
+        shutil.rmtree(folder.resolve(), ignore_errors=True)
+        raise
 
 
 def _export_ollama(trained: Any, output: Path, dtype: str | None, kind: str) -> tuple[dict[str, Any], list[str]]:

@@ -21,6 +21,7 @@ from safetensors import safe_open
 
 from duoka.data.tokens.tokenizer import ChatTokenizer, load_tokenizer
 from duoka.errors import ConfigError, DuokaError
+from duoka.model.gguf_rope import add_stretch, rope_of, why_no_stretch
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 # The largest error of a matrix's weights, relative to their norm: what rounding to that type may cost.
@@ -64,11 +65,9 @@ def check_gguf(folder: Path, tokenizer: Path | None = None) -> None:
     kind = config.get("model_type")
     if kind not in _ARCHITECTURES:
         raise ConfigError(f"--gguf does not know the architecture {kind}", fix=f"known: {', '.join(_ARCHITECTURES)}")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    stretch = rope.get("rope_type", rope.get("type", "default"))
-    if stretch != "default" and (kind, stretch) != ("llama", "llama3"):
-        raise ConfigError(f"--gguf does not write the stretched positions of this model ({rope})", fix=_ELSEWHERE)
-    for what in _unwritten(config, rope):
+    if why := why_no_stretch(config):
+        raise ConfigError(f"--gguf does not write the stretched positions of this model: {why}", fix=_ELSEWHERE)
+    for what in _unwritten(config, rope_of(config)):
         raise ConfigError(
             f"--gguf does not write {what}: programs that read such files compute {kind} without",
             fix="serve the folder itself: duoka serve, vLLM, SGLang",
@@ -115,6 +114,7 @@ def _write(
     arch = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[config["model_type"]])
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _add_facts(writer, config, name)
+    add_stretch(writer, gguf, config)
     _add_tokenizer(writer, tokenizer, _stops(folder), int(config["vocab_size"]))
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     if (divisors := _divisors_of_turns(config)) is not None:
