@@ -13,6 +13,7 @@ from tiny import write_conversations, write_tiny_model
 
 from duoka.cli import run as duoka
 from duoka.config.load import load_config, resolved_yaml
+from duoka.errors import ConfigError, DataError
 from duoka.model.build import load_model
 from duoka.model.request import ModelRequest
 from duoka.model.result import write_result
@@ -218,6 +219,24 @@ def test_a_line_of_texts_ends_where_an_editor_ends_it(tmp_path: Path) -> None:
     assert read_texts(file) == ["one\u2028still one", "", " two\x85two"]
     file.write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
     assert read_texts(file) == ["one", "two"], "the mark that Windows' editors begin a file with is no text"
+
+
+def test_records_are_embedded_by_their_text_and_never_as_json(tmp_path: Path) -> None:
+    from duoka.serve.embed import read_texts
+
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"text": "one\\ntwo", "id": 3}\n"three"\n', encoding="utf-8")
+    assert read_texts(file) == ["one\ntwo", "three"]
+    for line, words in (('{"body": "a"}', 'line 2 has no "text".*its keys: body'), ("plain", "line 2 is no JSON")):
+        file.write_text(f'"a"\n{line}\n', encoding="utf-8")
+        with pytest.raises(DataError, match=words):
+            read_texts(file)
+    for kind in ("json", "csv", "parquet"):
+        other = tmp_path / f"texts.{kind}"
+        other.write_bytes(b'["a"]\n')
+        with pytest.raises(ConfigError, match="holds records") as caught:
+            read_texts(other)
+        assert ".jsonl" in str(caught.value.fix)
 
 
 def test_embed_refuses_what_it_cannot_read_or_write(

@@ -20,7 +20,9 @@ from duoka.cli import options
 def command(
     target: str, file: Path, output: Path | None, nproc: int | None, base: bool, precision: str, max_length: int
 ) -> int:
-    """Write a vector for each line of FILE (one text per line) as a NumPy file: float32, length 1, in the same order.
+    """Write a vector for each line of FILE as a NumPy file: float32, length 1, in the same order.
+
+    A line is a text; of a .jsonl it is a record with the key `text`.
 
     A vector is the mean of the model's last hidden states over the text's tokens. Each process holds the model once.
     """

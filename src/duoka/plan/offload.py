@@ -63,8 +63,8 @@ def moved_bytes(work: Work, layout: Layout, accumulation: float, cluster: Cluste
 
     The optimizer's state goes both ways once. Weights are read by each pass, and updated; gradients are written, added
     to by later micro-batches, and read for the norm and for the update: where half of the node's memory holds both
-    files of its ranks, they stay in the page cache. DeepSpeed reads weights past it, and adds gradients up in memory, but
-    puts them away beside the state with the last micro-batch, for the update to read.
+    files of its ranks, they stay in the page cache. DeepSpeed reads weights past it, and adds gradients up in memory,
+    but puts them away beside the state with the last micro-batch, for the update to read.
     """
     static = static_memory(work, layout)
     moved = 2.0 * layout.offload_share * static.optimizer_bytes if layout.disk != "none" else 0.0

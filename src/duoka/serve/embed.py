@@ -6,6 +6,7 @@ copied per batch, as nn.DataParallel would), and writes its own rows into the on
 
 from __future__ import annotations
 
+import json
 import os
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from duoka.comm.world import World
 
 TOKENS_AT_ONCE = 8192
+_RECORDS = (".json", ".csv", ".tsv", ".parquet")  # whose lines are no texts
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,38 @@ class Embedded:
 
 
 def read_texts(path: Path) -> list[str]:
-    """One text per line; the order of lines is the order of rows."""
+    """One text per line, or of a .jsonl one record with a `text`; the order of lines is the order of rows."""
+    if path.suffix.lower() in _RECORDS and path.is_file():
+        raise ConfigError(
+            f"{path} holds records, and vectors are made of texts",
+            fix='write its texts into a .jsonl, one {"text": ...} a line, or into a .txt, one text a line',
+        )
+    texts = _read_lines(path)
+    return [_text_of(path, place, line) for place, line in enumerate(texts, 1)] if _is_jsonl(path) else texts
+
+
+def _is_jsonl(path: Path) -> bool:
+    return path.suffix.lower() in (".jsonl", ".ndjson")
+
+
+def _text_of(path: Path, place: int, line: str) -> str:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}, line {place} is no JSON: {error}", fix="rename a file of plain texts to .txt"
+        ) from None
+    text = found.get("text") if isinstance(found, dict) else found
+    if not isinstance(text, str):
+        keys = f" (its keys: {', '.join(found)})" if isinstance(found, dict) else ""
+        raise DataError(
+            f'{path}, line {place} has no "text" that is text{keys}',
+            fix='write one {"text": ...} a line; a file of plain texts is a .txt',
+        )
+    return text
+
+
+def _read_lines(path: Path) -> list[str]:
     try:
         *texts, last = path.read_text(encoding="utf-8-sig").split("\n")  # not at marks that stand inside of texts
     except FileNotFoundError:
