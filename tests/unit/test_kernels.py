@@ -20,7 +20,7 @@ from duoka.plan.kernels import LIGER_PARTS, Facts, choose_kernels, kernel_senten
 from duoka.plan.layout import Layout
 from duoka.plan.picture import plan_lines
 from duoka.plan.report import make_plan
-from duoka.plan.shape import demo_shape
+from duoka.plan.shape import demo_shape, shape_from_config
 
 MISSING = "liger-kernel is not installed (pip install 'duoka[gpu]')"
 GPU = Facts(device="cuda", precision="bf16")
@@ -114,6 +114,18 @@ def test_a_plan_says_what_will_be_used_if_it_is_installed() -> None:
     assert {"part": "MLP", "by": "Liger"} in kernels_json(there.kernels)
     on_cpu = make_plan(config(train={"label_smoothing": 0.1}), demo_shape(), Machine(8, 2**36, 2**35, cpu_bf16="x"), 1)
     assert why_of(on_cpu.kernels, "loss") == "train.label_smoothing is 0.1"
+
+
+@pytest.mark.parametrize(
+    ("method", "by"), [("gptq", "PEFT"), ("awq", "PEFT"), ("bitsandbytes", "duoka"), ("", "duoka")]
+)
+def test_a_plan_knows_whose_adapters_lie_beside_packed_layers(method: str, by: str) -> None:
+    """PEFT has classes of its own for layers of GPTQ and AWQ, which stay as they are."""
+    facts = {"model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96}
+    facts |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    facts |= {"quantization_config": {"quant_method": method, "bits": 4}} if method else {}
+    plan = make_plan(config(lora={"rank": 4}), shape_from_config(facts), Machine(8, 2**36, 2**35), 1)
+    assert next(one.by for one in plan.kernels if one.part == "adapters") == by
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

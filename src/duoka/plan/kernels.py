@@ -231,6 +231,7 @@ def expected(config: RunConfig, work: Work, layout: Layout, machine: Machine) ->
         keeps_products=layout.recompute == "selective",
         has=frozenset(_usual_parts(work.shape)),
         adapters=config.lora is not None,
+        adapters_beside_others=work.shape.packed_by not in ("", "bitsandbytes"),  # GPTQ's, AWQ's
         drops=config.lora is not None and config.lora.dropout > 0,
         no_plain_loss=why_no_plain_loss(config) or (BENT if work.shape.bent_logits else ""),
         no_native="" if work.has_kernels else "no C++ compiler (duoka doctor)",

@@ -105,6 +105,7 @@ def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> M
         num_head_bias=read.whole("vocab_size") if read.bias(family.head_bias) else 0,
         window=window,
         num_window_layers=num_window_layers,
+        packed_by="" if packing is None else str(packing["quant_method"]),
         packed_bits=0 if packing is None else 8 if packing.get("load_in_8bit") or packing.get("bits") == 8 else 4,
     )
     return shape if family.experts is None else _with_experts(shape, family, read, attention)

@@ -80,6 +80,7 @@ class ModelShape:
     num_positions: int = 0  # rows of a learned table of positions
     num_head_bias: int = 0
     packed_bits: int = 0  # of weights whose files hold them so: 4 or 8
+    packed_by: str = ""  # whom these files name
 
     @property
     def q_size(self) -> int:
