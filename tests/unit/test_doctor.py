@@ -189,6 +189,16 @@ def test_threads_that_fight_for_cores_are_found(
     assert [one.severity for one in doctor.check_processor(patient) if one.check == "threads"] == [severity]
 
 
+@pytest.mark.parametrize(("user", "group", "severity"), [(4096, 64, "warn"), (16, None, "warn"), (-1, None, "ok")])
+def test_a_tight_limit_of_processes_is_named(
+    patient: Patient, monkeypatch: pytest.MonkeyPatch, user: int, group: int | None, severity: str
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (user, user))
+    monkeypatch.setattr("duoka.cluster.doctor.read_process_limit", lambda: group)
+    found = only(doctor.check_processes, patient)
+    assert found.severity == severity and (group is None or ("64" in found.seen and "pids.max" in found.seen))
+
+
 def test_few_open_files_are_a_blocker(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
     assert only(doctor.check_open_files, patient).severity == "fail"

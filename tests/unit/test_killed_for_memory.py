@@ -7,7 +7,7 @@ import pytest
 from duoka.cluster import blame
 from duoka.cluster.blame import judge_world
 from duoka.cluster.launch import WorldSpec
-from duoka.plan.hardware import CgroupLimit, count_oom_kills
+from duoka.plan.hardware import CgroupLimit, count_oom_kills, read_process_limit
 from duoka.process.exits import RankExit
 from duoka.runs.folder import RunFolder
 
@@ -44,3 +44,14 @@ def test_the_innermost_group_that_counts_is_asked(tmp_path: Path) -> None:
     (root / "memory/job").mkdir(parents=True)
     (root / "memory/job/memory.oom_control").write_text("under_oom 0\noom_kill 1\n", encoding="utf-8")
     assert count_oom_kills(root, own) == 1
+
+
+def test_the_tightest_limit_of_processes_is_found_wherever_it_stands(tmp_path: Path) -> None:
+    """A job's or a nested container's; only the container's own root was looked at."""
+    own, root = tmp_path / "cgroup", tmp_path / "fs"
+    own.write_text("0::/jobs/7/step\n", encoding="utf-8")
+    (root / "jobs/7/step").mkdir(parents=True)
+    assert read_process_limit(root, own) is None
+    for group, limit in (("jobs", "4096"), ("jobs/7", "64"), ("jobs/7/step", "max")):
+        (root / group / "pids.max").write_text(f"{limit}\n", encoding="utf-8")
+    assert read_process_limit(root, own) == 64

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import locale
 import os
+import resource
 import shutil
 import socket
 import sys
@@ -31,7 +32,7 @@ from duoka.cluster.probe import (
 )
 from duoka.plan.compiler import INSTALL as INSTALL_COMPILER
 from duoka.plan.compiler import SWITCH, find_compiler
-from duoka.plan.hardware import Machine, count_usable_cores, read_machine
+from duoka.plan.hardware import Machine, count_usable_cores, read_machine, read_process_limit
 from duoka.plan.heap import INSTALL, find_allocator
 from duoka.process.environ import LOOPBACK
 from duoka.runs.cache import cache_folder
@@ -42,6 +43,7 @@ OPTIONAL = ("rich", "click", "psutil", "tensorboard", "jinja2")
 _GIB = 1 << 30
 # A rank's own thread, its loader's, NCCL's and the writer of checkpoints; tokenizing takes all that there are.
 _CORES_WANTED = 8
+_PROCESSES_WANTED = 512  # of a world of a few ranks: each has some dozens of threads
 # The oldest driver that runs programs of a CUDA's major version (NVIDIA's table of minor version compatibility, Linux).
 OLDEST_DRIVER = {"11": (450, 80), "12": (525, 60), "13": (580, 65)}
 
@@ -295,8 +297,6 @@ def check_shared_memory(patient: Patient) -> Iterator[Finding]:
 
 
 def check_open_files(patient: Patient) -> Iterator[Finding]:
-    import resource
-
     # Ranks raise the soft limit to the hard one (process/open_files.py): that one decides. macOS begins with 256.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = hard == resource.RLIM_INFINITY
@@ -308,6 +308,23 @@ def check_open_files(patient: Patient) -> Iterator[Finding]:
         yield Finding("warn", "open files", seen, "4096 or more", "ulimit -n 65536")
     else:
         yield Finding("ok", "open files", seen)
+
+
+def check_processes(patient: Patient) -> Iterator[Finding]:
+    """Threads count too: each rank has those of its cores, of its tokenizer, of its exchange and its watchers."""
+    user, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limits = {"ulimit -u": None if user == resource.RLIM_INFINITY else user, "pids.max": read_process_limit()}
+    known = {name: limit for name, limit in limits.items() if limit is not None}
+    if not known:
+        yield Finding("ok", "processes", "no limit")
+        return
+    name, least = min(known.items(), key=lambda one: one[1])
+    shown = f"{least:,} processes and threads ({name})"
+    if least < _PROCESSES_WANTED:
+        fix = "ulimit -u 65536; Docker: --pids-limit; Kubernetes: podPidsLimit"
+        yield Finding("warn", "processes", shown, f"{_PROCESSES_WANTED:,} or more", fix)
+    else:
+        yield Finding("ok", "processes", shown)
 
 
 def check_loopback(patient: Patient) -> Iterator[Finding]:
@@ -371,6 +388,6 @@ def check_clock(patient: Patient) -> Iterator[Finding]:
 CHECKS: tuple[Check, ...] = (
     check_python, check_packages, check_processor, check_heap, check_kernels, check_memory, check_gpu, check_driver,
     check_devices, check_communication,
-    check_output_folder, check_cache_folder, check_shared_memory, check_open_files, check_loopback, check_host_name,
-    check_text, check_clock,
+    check_output_folder, check_cache_folder, check_shared_memory, check_open_files, check_processes,
+    check_loopback, check_host_name, check_text, check_clock,
 )  # fmt: skip

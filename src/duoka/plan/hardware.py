@@ -248,6 +248,12 @@ def _limits_of(group: Path) -> Iterator[CgroupLimit]:
             yield CgroupLimit(limit, max(0, min(limit, limit - usage + cache)))
 
 
+def read_process_limit(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int | None:
+    """How many processes and threads the tightest of this process's groups may have; None: as many as it likes."""
+    found = (_read_number(folder / "pids.max") for folder in _own_groups("pids", root, own))
+    return min((limit for limit in found if limit is not None), default=None)
+
+
 def count_oom_kills(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int | None:
     """Processes of this one's group that the kernel has killed for want of memory so far; None where it does not say.
 

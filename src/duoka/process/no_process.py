@@ -4,13 +4,12 @@ cluster/blame.py and to who meets. Clusters and containers limit both by one num
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import re
 import resource
-from pathlib import Path
 
 from duoka.errors import DoctorError
+from duoka.plan.hardware import read_process_limit
 from duoka.process.no_memory import NO_THREAD, address_limit
 
 # What is said of a thread or a fork. Of a connection the same words mean that nothing has come for a while.
@@ -19,7 +18,6 @@ _SAID = re.compile(
     r"^\s*resource temporarily unavailable\s*$|threadpoolbuilderror",
     re.IGNORECASE,
 )
-_OF_CONTAINERS = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max")
 
 
 def is_no_process(error: BaseException) -> bool:
@@ -40,9 +38,8 @@ def no_process() -> DoctorError:
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY:
         limits.append(f"{soft} of this user (ulimit -u)")
-    for name in _OF_CONTAINERS:
-        with contextlib.suppress(OSError, ValueError):
-            limits.append(f"{int(Path(name).read_text(encoding='ascii'))} of this container (pids.max)")
+    if (group := read_process_limit()) is not None:
+        limits.append(f"{group} of this container or job (pids.max)")
     known = f": there may be {', '.join(limits)}" if limits else ""
     return DoctorError(
         f"the system started no more processes or threads{known}",
