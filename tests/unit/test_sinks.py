@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -291,3 +292,30 @@ def test_tensorboard_goes_on_in_another_file_once_a_full_disk_has_room(tmp_path,
     assert [event.step for event in board.Scalars("train/loss")][-1] == 3
     assert said == ["warning: TensorBoard's file cannot be written: No space left on device"]
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_full_disk_under_an_offline_run_of_wandb_is_said_once(tmp_path, monkeypatch):
+    """Its file is written by a process of its own, which tells nobody."""
+
+    class Run:
+        offline, dir, url = True, "x", None
+
+        def log(self, values):
+            pass
+
+        define_metric = finish = lambda *_, **__: None
+
+    room, said = [1 << 30], []
+    package = SimpleNamespace(init=lambda **_: Run(), Settings=lambda **_: None, teardown=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_bavail=room[0], f_frsize=1))
+    sinks = Sinks([build_sink("wandb")], warn=said.append)
+    sinks.open(RunFacts("run", tmp_path, goes_on=True))
+    sinks.step(step_of(1))
+    time.sleep(0.05)
+    assert not said
+    for step in (2, 3):
+        room[0] = 4096
+        sinks.step(step_of(step))
+    sinks.close()
+    assert said == ["warning: Weights & Biases does not get all numbers: No space left on device"]

@@ -5,6 +5,7 @@ Its own files lie in the run folder, so that `wandb sync` brings up what could n
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import sys
@@ -15,6 +16,7 @@ from duoka.process.secrets import hide_in_command
 from duoka.sinks.sink import RunFacts, Sink, StepNumbers, eval_scalars, step_scalars
 
 _ID_FILE = "duoka-run-id"
+_FULL_BYTES = 64 * 2**10  # with less, its next block finds no place
 # It would send whatever is printed here, and print lines of its own between ours.
 _QUIET = {"console": "off", "silent": True}
 
@@ -37,6 +39,7 @@ class WandbSink(Sink):
             options |= {"id": os.environ.get("WANDB_RUN_ID") or self._read_id(facts), "resume": "allow"}
         project = os.environ.get("WANDB_PROJECT") if facts.goes_on else None
         self._run = wandb.init(**{"project": project or facts.project, **options, **facts.options})
+        self._folder = facts.folder if getattr(self._run, "offline", False) else None
         if facts.goes_on:
             # Its own count of steps never goes back; a run that goes on from a checkpoint does.
             self._run.define_metric("step")
@@ -52,14 +55,22 @@ class WandbSink(Sink):
         return path.read_text(encoding="utf-8").strip()
 
     def step(self, now: StepNumbers) -> None:
-        self._run.log({**step_scalars(now), "step": now.step})
+        self._log({**step_scalars(now), "step": now.step})
 
     def evaluated(self, step: int, values: Mapping[str, Any]) -> None:
-        self._run.log({**eval_scalars(values), "step": step})
+        self._log({**eval_scalars(values), "step": step})
+
+    def _log(self, values: Mapping[str, Any]) -> None:
+        """Offline its file is all there is, written by a process of its own, which tells nobody of a full disk."""
+        self._run.log(dict(values))
+        if self._folder is not None:
+            disk = os.statvfs(self._folder)
+            if disk.f_bavail * disk.f_frsize < _FULL_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
 
     def samples(self, step: int, pairs: Sequence[tuple[str, str]]) -> None:
         table = self._wandb.Table(columns=["beginning", "what follows"], data=[list(pair) for pair in pairs])
-        self._run.log({"samples": table, "step": step})
+        self._log({"samples": table, "step": step})
 
     def scalars(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
         self._run.log(dict(values), step=step, **options)
