@@ -13,7 +13,9 @@ from tiny import write_conversations, write_tiny_model
 
 from duoka.cli import run as duoka
 from duoka.config.schema import LoraConfig
+from duoka.model import native
 from duoka.model.build import load_model
+from duoka.model.decode import answer_fast
 from duoka.model.dropout import count_dropout
 from duoka.model.fused import apply_fused, fused_parts
 from duoka.model.lora import count_parameters
@@ -283,6 +285,24 @@ def unpacked_by_us(folder):
     """Which the next test holds against the values by hand."""
     packing = Quantization.in_files(folder, unpacked=True)
     return load_model(ModelRequest(folder, dtype=torch.float32, packing=packing)).state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_rows_by_codes_of_8_bits_are_those_of_the_weights_that_are_merged(came_packed, dtype):
+    """To unpack a matrix for each token took longer than the product; each row is computed by itself."""
+    folder, _, kind = came_packed
+    if kind != "int8" or native.find() is None:
+        pytest.skip("of 8 bits, by compiled kernels")
+    lm = load_model(ModelRequest(folder, dtype=dtype, packing=Quantization.in_files(folder)))
+    weights, near = unpacked_by_us(folder), 1e-5 if dtype is torch.float32 else 1e-2
+    (name, layer), *_ = [(name, one) for name, one in lm.named_modules() if name.endswith("down_proj")]
+    x = torch.randn(3, 5, layer.in_features, generator=torch.Generator().manual_seed(1)).to(dtype)
+    wanted = x.double() @ weights[f"{name}.weight"].double().T
+    decode_fast(lm)
+    with torch.no_grad():
+        found, alone = layer(x), layer(x[1:2, 2:3])
+    assert found.dtype is dtype and (found - wanted).norm() < near * wanted.norm()
+    assert torch.equal(alone[0, 0], found[1, 2]) and answer_fast(lm)
 
 
 def test_an_adapter_on_a_base_that_came_packed_is_merged_into_plain_weights(came_packed, tmp_path, capsys):

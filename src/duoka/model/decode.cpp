@@ -80,11 +80,11 @@ void attend_rows(const Rows<T>& a, int threads) {
 }
 
 // Products of ROWS rows of x with `count` rows of the weight, which are read once: sums[row * count + at].
-template <int ROWS, class T>
-void multiply(const T* x, const T* weight, float* sums, i64 in, i64 count) {
+template <int ROWS, class T, class W>
+void multiply(const T* x, const W* weight, float* sums, i64 in, i64 count) {
   constexpr int LANES = 16;
   for (i64 at = 0; at < count; ++at) {
-    const T* one = weight + at * in;
+    const W* one = weight + at * in;
     float lanes[ROWS][LANES] = {};
     i64 i = 0;
     for (; i + LANES <= in; i += LANES)
@@ -123,8 +123,8 @@ void multiply(const bf16* x, const bf16* weight, float* sums, i64 in, i64 count)
 }
 #endif
 
-template <class T>
-void multiply_some(int rows, const T* x, const T* weight, float* sums, i64 in, i64 count) {
+template <class T, class W>
+void multiply_some(int rows, const T* x, const W* weight, float* sums, i64 in, i64 count) {
   switch (rows) {
     case 1: return multiply<1>(x, weight, sums, in, count);
     case 2: return multiply<2>(x, weight, sums, in, count);
@@ -137,8 +137,10 @@ void multiply_some(int rows, const T* x, const T* weight, float* sums, i64 in, i
   }
 }
 
-template <class T>
-void multiply_rows(const T* x, const T* weight, const T* bias, T* out, i64 rows, i64 in, i64 outs, int threads) {
+// `scales`: what a row of the weight is multiplied with, where it is codes.
+template <class T, class W, class Out>
+void multiply_rows(const T* x, const W* weight, const float* scales, const Out* bias, Out* out, i64 rows, i64 in,
+                   i64 outs, int threads) {
   constexpr i64 BLOCK = 16, MOST = 8;  // of the weight's rows, which stay in the cache, and of x's, in registers
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (i64 first = 0; first < outs; first += BLOCK) {
@@ -149,7 +151,8 @@ void multiply_rows(const T* x, const T* weight, const T* bias, T* out, i64 rows,
       multiply_some(int(some), x + row * in, weight + first * in, sums, in, count);
       for (i64 r = 0; r < some; ++r)
         for (i64 at = 0; at < count; ++at)
-          put(out + (row + r) * outs + first + at, sums[r * count + at] + (bias ? wide(bias[first + at]) : 0.0f));
+          put(out + (row + r) * outs + first + at, sums[r * count + at] * (scales ? scales[first + at] : 1.0f) +
+                                                       (bias ? wide(bias[first + at]) : 0.0f));
     }
   }
 }
@@ -162,9 +165,17 @@ extern "C" {
 void duoka_multiply_rows(const void* x, const void* weight, const void* bias, void* out, i64 rows, i64 in, i64 outs,
                          int is_wide, int threads) {
   if (is_wide)
-    multiply_rows((const float*)x, (const float*)weight, (const float*)bias, (float*)out, rows, in, outs, threads);
+    multiply_rows((const float*)x, (const float*)weight, nullptr, (const float*)bias, (float*)out, rows, in, outs,
+                  threads);
   else
-    multiply_rows((const bf16*)x, (const bf16*)weight, (const bf16*)bias, (bf16*)out, rows, in, outs, threads);
+    multiply_rows((const bf16*)x, (const bf16*)weight, nullptr, (const bf16*)bias, (bf16*)out, rows, in, outs, threads);
+}
+
+// The same by codes of 8 bits and a scale for each of their rows; x is fp32, out and bias are of one type.
+void duoka_multiply_codes(const float* x, const int8_t* codes, const float* scales, const void* bias, void* out,
+                          i64 rows, i64 in, i64 outs, int is_wide, int threads) {
+  if (is_wide) multiply_rows(x, codes, scales, (const float*)bias, (float*)out, rows, in, outs, threads);
+  else multiply_rows(x, codes, scales, (const bf16*)bias, (bf16*)out, rows, in, outs, threads);
 }
 
 // places: (4, rows): addresses of each row's keys and of its values, its capacity, and where its new token stands.

@@ -34,7 +34,8 @@ def answer_fast(lm: torch.nn.Module) -> bool:
     for module in lm.modules():
         if type(module) is torch.nn.Linear:
             module.__class__ = FewRowsLinear
-        if not isinstance(module, FewRowsLinear | torch.nn.Embedding):
+        by_codes = getattr(module, "decodes", False) and getattr(module.weight, "dtype", None) is torch.int8
+        if not by_codes and not isinstance(module, FewRowsLinear | torch.nn.Embedding):
             matrices += sum(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
     parameter = next(lm.parameters())
     return not matrices and native.serves(parameter)
@@ -48,6 +49,22 @@ def multiply_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     library.multiply_rows(
         x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
         x.numel() // x.shape[-1], weight.shape[1], weight.shape[0], x.dtype is torch.float32, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def multiply_codes(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x (..., in), fp32 or bf16, by codes (out, in) of 8 bits, of whose rows each has a scale; sums are fp32."""
+    out = x.new_empty((*x.shape[:-1], codes.shape[0]))
+    wide, scales = x.float().contiguous(), scales.float().contiguous()
+    bias = None if bias is None else bias.to(x.dtype)
+    library = native.find()
+    assert library is not None
+    library.multiply_codes(
+        wide.data_ptr(), codes.data_ptr(), scales.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
+        x.numel() // x.shape[-1], codes.shape[1], codes.shape[0], x.dtype is torch.float32, torch.get_num_threads(),
     )  # fmt: skip
     return out
 

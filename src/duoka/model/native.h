@@ -20,6 +20,7 @@ inline float wide(bf16 x) {
   return y;
 }
 inline float wide(float x) { return x; }
+inline float wide(int8_t x) { return x; }
 
 inline u32 rounded(float x) {  // to the nearest bf16, ties to even, in the upper half
   u32 bits;

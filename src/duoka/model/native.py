@@ -51,6 +51,7 @@ _SIGNATURES: Mapping[str, list[Any]] = {
     "wide_attention_backward": [_P, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P, _P, _P, _P, _P, _N, _N],
     "attend_rows": [_P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _N, _N],
     "multiply_rows": [_P, _P, _P, _P, _I, _I, _I, _N, _N],
+    "multiply_codes": [_P, _P, _P, _P, _P, _I, _I, _I, _N, _N],
 }
 _NARROW_ATTENTION: Mapping[str, list[Any]] = {
     "attention_forward": [_P, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P, _N],

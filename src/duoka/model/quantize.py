@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from duoka.config.rules_model import GET_PACKER, NO_PACKER
 from duoka.config.schema import ModelConfig
 from duoka.errors import ConfigError
+from duoka.model import native
+from duoka.model.decode import MOST_ROWS, multiply_codes
 from duoka.model.result import base_dtype
 from duoka.runs.folder import read_json
 
@@ -224,14 +226,27 @@ def _exact_bytes() -> type:
         """
 
         compute_dtype: torch.dtype | None = None
+        decodes = False
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.decodes and (answer := _by_codes(x, self)) is not None:
+                return answer
             return _multiply(x, self)
 
         def packed(self) -> Packed:
             return Packed(partial(_read_bytes, *_bytes_of(self)))
 
     return ExactLinear8bit
+
+
+def _by_codes(x: torch.Tensor, layer: Any) -> torch.Tensor | None:
+    """Of few rows: to unpack a matrix for one token takes longer than the product. None: it is not for them."""
+    codes, scales = _bytes_of(layer)
+    inputs = x.to(layer.compute_dtype or x.dtype)
+    is_small = x.numel() <= MOST_ROWS * codes.shape[1] and not torch.is_grad_enabled()
+    if not is_small or codes.device.type != "cpu" or not codes.is_contiguous() or not native.serves(inputs):
+        return None
+    return multiply_codes(inputs, codes, scales / 127, layer.bias).to(x.dtype)
 
 
 def _multiply(x: torch.Tensor, layer: Any) -> torch.Tensor:
