@@ -52,14 +52,13 @@ def lm_eval_model(
         ) from None
     from duoka.comm.world import pick_device
     from duoka.model.answer import stop_tokens, window_of
-    from duoka.model.build import LossModel
-    from duoka.model.row_choice import find_passes
+    from duoka.parallel.task_score import build_judge
 
     trained = find_trained(run, step=step, say=say)
     tokenizer = load_chat_tokenizer(trained)
     asked = ModelConfig(name=trained.name, trust_remote_code=trained.trust_remote_code)
-    own_logits = find_passes(asked, trained.base, packing=False).own_logits
-    model = LossModel(load_trained(trained, dtype=choose_dtype(precision)), own_logits=own_logits).to(pick_device(0))
+    lm = load_trained(trained, dtype=choose_dtype(precision))
+    model = build_judge(lm, asked, trained.base, pick_device(0), precision)
     stops = stop_tokens(model.core, tokenizer)
     judge = Answers(trained.name, model, tokenizer, stops, window_of(model.core) or _USUAL_LENGTH, precision, batch)
     return _as_harness_model(api.LM, judge)
@@ -134,17 +133,15 @@ class Answers:
     def score(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
         """Of each row, the log-probability of its wanted tokens and whether each of them is the likeliest."""
         from duoka.parallel.precision import compute_in
-        from duoka.parallel.task_score import are_likeliest, score_rows
+        from duoka.parallel.task_rows import group_rows
+        from duoka.parallel.task_score import judge_rows
 
         device = next(self.model.parameters()).device
-        order = sorted(range(len(rows)), key=lambda place: (-len(rows[place].ids), place))
         found: dict[int, tuple[float, bool]] = {}
-        for at in range(0, len(order), self.batch):
-            places = order[at : at + self.batch]
-            chosen = [rows[place] for place in places]
+        for places in group_rows(rows, self.batch, shared=not self.model.no_sharing):
             with compute_in(self.precision, device):
-                logps, greedy = score_rows(self.model, chosen, device), are_likeliest(self.model, chosen, device)
-            found |= dict(zip(places, zip(logps, greedy, strict=True), strict=True))
+                judged = judge_rows(self.model, [rows[place] for place in places], device)
+            found |= dict(zip(places, judged, strict=True))
         return [found[place] for place in range(len(rows))]
 
     def score_text(self, text: str) -> float:

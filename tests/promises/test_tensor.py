@@ -155,7 +155,7 @@ def check_shared_words(world):
 
     def ask_logps(rows, own, bias, low, words):
         logps, entropy = token_logps(
-            rows, own, labels, bias=bias, low=low, bend=Bend(0.7), entropy=True, vocabulary=words
+            rows, own, labels, bias=bias, low=low, bend=Bend(0.7), more="entropy", vocabulary=words
         )
         return (logps * by_token + entropy * by_token.flip(0)).sum(), [logps, entropy]
 

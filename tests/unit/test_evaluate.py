@@ -17,7 +17,7 @@ from duoka.config.schema import DataConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError
 from duoka.plan.layout import Layout
 from duoka.serve.evaluate import EvalData, choose_layout, measure, read_eval_data
-from duoka.serve.load_run import Trained, find_trained
+from duoka.serve.load_run import Trained, find_trained, load_trained
 from duoka.units import Amount
 
 NUM_SAMPLES = 23
@@ -151,3 +151,34 @@ def test_a_layout_is_planned_with_what_was_measured_here(
     choose_layout(data, tiny_model, 4, 2)
     choose_layout(data, tiny_model, 4)
     assert asked == [(2, ("measured", 4, 2)), (4, ("measured", 4, 4))]
+
+
+def test_what_conversations_begin_with_is_computed_once(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = {"role": "system", "content": "You answer every question that is asked here in one short sentence."}
+    records = [
+        {"messages": [system, {"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"it is {n}"}]}
+        for n in range(8)
+    ]
+    file = tmp_path / "talks.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    plain = Trained(str(tiny_model), tiny_model, str(tiny_model))
+    computed = []
+    monkeypatch.setattr(
+        "duoka.serve.evaluate.load_trained", lambda *_, **how: _counted(load_trained(plain, **how), computed)
+    )
+    found = []
+    for is_shared in (True, False):
+        wanted = DataConfig(train=({"name": str(file)},), prefix_sharing=is_shared)
+        data = read_eval_data(plain, [str(file)], say=quiet, asked=wanted)
+        found.append(measure(plain, data, Layout(micro=Amount(2000, "tokens"), packing=True), World()))
+    shared, whole = found
+    assert shared.loss == pytest.approx(whole.loss, rel=1e-6) and shared.accuracy == whole.accuracy
+    assert computed[0] < 0.5 * computed[1]
+    assert shared.loss == pytest.approx(oracle(tiny_model, file)[0], rel=1e-5)
+
+
+def _counted(lm: torch.nn.Module, computed: list[int]) -> torch.nn.Module:
+    lm.get_input_embeddings().register_forward_hook(lambda _, given, __: computed.append(given[0].numel()))  # type: ignore[operator]
+    return lm

@@ -49,31 +49,31 @@ def check_same(ours, want, inputs, rtol=1e-10):
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 5, 1000])
-@pytest.mark.parametrize("entropy", [False, True])
-def test_values_and_gradients_equal_log_softmax_at_any_chunk(monkeypatch, rows_per_chunk, entropy):
+@pytest.mark.parametrize("more", ["", "entropy"])
+def test_values_and_gradients_equal_log_softmax_at_any_chunk(monkeypatch, rows_per_chunk, more):
     torch.manual_seed(0)
     hidden, weight, labels = draw(1, ROWS, DIM), draw(VOCAB, DIM), draw_labels()
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 4 * VOCAB * rows_per_chunk)
-    ours = token_logps(hidden, weight, labels, entropy=entropy)
-    assert (ours.entropy is not None) == entropy
-    check_same(ours[: 1 + entropy], plain(hidden @ weight.T, labels)[: 1 + entropy], (hidden, weight))
+    ours = token_logps(hidden, weight, labels, more=more)
+    assert (ours.more is not None) == bool(more)
+    check_same(ours[: 1 + bool(more)], plain(hidden @ weight.T, labels)[: 1 + bool(more)], (hidden, weight))
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("scale", [1.0, 0.25])
-@pytest.mark.parametrize("entropy", [False, True])
-def test_heads_with_bias_adapter_scale_and_softcap(monkeypatch, softcap, scale, entropy):
+@pytest.mark.parametrize("more", ["", "entropy"])
+def test_heads_with_bias_adapter_scale_and_softcap(monkeypatch, softcap, scale, more):
     torch.manual_seed(0)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 4 * VOCAB * 7)
     hidden, weight, labels, bias = draw(1, ROWS, DIM), draw(VOCAB, DIM), draw_labels(), draw(VOCAB)
     down, up = draw(3, DIM), draw(VOCAB, 3)
     ours = token_logps(
         hidden, weight, labels, bias=bias, low=LowRank(hidden @ down.T * 2.0, up), bend=Bend(scale, softcap),
-        entropy=entropy,
+        more=more,
     )  # fmt: skip
     logits = (hidden @ weight.T + bias + hidden @ down.T @ up.T * 2.0) * scale
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-    count = 1 + entropy
+    count = 1 + bool(more)
     check_same(ours[:count], plain(logits, labels)[:count], (hidden, weight, bias, down, up))
 
 
@@ -88,18 +88,18 @@ def test_a_token_that_was_thought_impossible_has_its_log_probability():
     torch.manual_seed(0)
     hidden, weight, labels = draw(1, ROWS, DIM), draw(VOCAB, DIM), draw_labels()
     hidden, weight = hidden.detach() * 100, weight.detach()
-    ours = token_logps(hidden.float(), weight.float(), labels, entropy=True)
+    ours = token_logps(hidden.float(), weight.float(), labels, more="entropy")
     logps, entropy = plain(hidden @ weight.T, labels)
     assert logps.min() < -500
     assert float((ours.logps - logps).norm() / logps.norm()) < 1e-6
-    assert float((ours.entropy - entropy).abs().max()) < 1e-3
+    assert float((ours.more - entropy).abs().max()) < 1e-3
 
 
 def test_a_batch_without_targets_is_zero_and_still_has_gradients():
     torch.manual_seed(0)
     hidden, weight = draw(1, ROWS, DIM), draw(VOCAB, DIM)
-    ours = token_logps(hidden, weight, torch.full((1, ROWS), IGNORED), entropy=True)
-    gradients = torch.autograd.grad(ours.logps.sum() + ours.entropy.sum(), (hidden, weight))
+    ours = token_logps(hidden, weight, torch.full((1, ROWS), IGNORED), more="entropy")
+    gradients = torch.autograd.grad(ours.logps.sum() + ours.more.sum(), (hidden, weight))
     assert all(float(one.detach().abs().sum()) == 0.0 for one in (*ours, *gradients))
 
 

@@ -22,7 +22,7 @@ from duoka.model.sampling import Sampling
 from duoka.model.slots import register_slot_attention
 from duoka.model.together import answers_by_rows
 from duoka.parallel.task_rows import Row
-from duoka.parallel.task_score import are_likeliest, score_rows
+from duoka.parallel.task_score import judge_rows, score_rows
 from duoka.serve.batching.model import SlotModel
 from duoka.serve.generate import generate
 
@@ -148,8 +148,8 @@ def test_rows_of_a_task_are_scored_as_alone(case: str) -> None:
         with torch.no_grad():
             logits = copy.deepcopy(alone)(ids[None, :-1], use_cache=False).logits[0]
         assert found == pytest.approx(-float(F.cross_entropy(logits, ids[1:], reduction="sum")), rel=1e-5)
-    apart = [likely for row in rows for likely in are_likeliest(ours, [row], torch.device("cpu"))]
-    assert are_likeliest(ours, rows, torch.device("cpu")) == apart
+    apart = [likely for row in rows for _, likely in judge_rows(ours, [row], torch.device("cpu"))]
+    assert [likely for _, likely in judge_rows(ours, rows, torch.device("cpu"))] == apart
 
 
 def test_a_server_takes_no_text_past_the_turn() -> None:

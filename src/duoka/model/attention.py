@@ -7,10 +7,11 @@ On CUDA in half precision all documents go in one launch. For training only: it 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -62,6 +63,21 @@ def register_attention() -> str:
     # begin again, which every forward pass would wait for.
     AttentionInterface.register(NAME, attend)
     return NAME
+
+
+@contextlib.contextmanager
+def with_documents(lm: torch.nn.Module) -> Iterator[None]:
+    """Attention that knows documents of a packed row, in place of a model's own meanwhile."""
+    core: Any = lm
+    before = core.config._attn_implementation
+    if before == NAME:
+        yield
+        return
+    core.set_attn_implementation(register_attention())
+    try:
+        yield
+    finally:
+        core.set_attn_implementation(before)
 
 
 def register_blind_attention() -> str:

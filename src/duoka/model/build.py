@@ -36,6 +36,7 @@ from duoka.model.head import (
     read_bend,
 )
 from duoka.model.layers import unrecorded
+from duoka.model.logps import More
 from duoka.model.lora import apply_lora, keep_earlier, quiet_adapters, without_packer
 from duoka.model.loss import LIKELIHOOD, Goal
 from duoka.model.own_lengths import use_own_lengths
@@ -52,7 +53,7 @@ GATHERED_HEAD = "apply_gathered"
 # What a LossModel is asked for: the sum of its targets' losses, or numbers of each target; of a pipeline's stage before
 # the last, it answers with hidden states whatever it is asked. `scores`: of a ScoreModel (model/scores.py); `values`:
 # of a ValueModel (model/value_head.py).
-Answer = Literal["loss", "logps", "entropy", "scores", "values"]
+Answer = Literal["loss", "logps", "entropy", "likeliest", "scores", "values"]
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -212,7 +213,8 @@ class LossModel(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`loss`: (summed loss, correct target tokens); the second is counted in eval mode only.
 
-        `logps`, `entropy`: (log p of each target, None or the entropy there), shaped as the labels, 0 elsewhere.
+        `logps`, `entropy`, `likeliest`: (log p of each target, None or the entropy there or 1 where it is likeliest),
+        shaped as the labels, 0 elsewhere.
         Of a `stage` before the last: (hidden states, None).
         """
         short = self._shorten(boundaries)
@@ -262,6 +264,7 @@ class LossModel(torch.nn.Module):
         hands_on: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`entry`: token ids, or hidden states."""
+        more: More = answer if answer == "entropy" or answer == "likeliest" else ""
         core: Any = self.core
         options: dict[str, Any] = {"use_cache": False, "position_ids": position_ids, **unrecorded(core)}
         options["inputs_embeds" if entry.is_floating_point() else "input_ids"] = entry
@@ -276,7 +279,7 @@ class LossModel(torch.nn.Module):
         if not self.has_plain_head:
             logits = core(**options).logits
             if answer != "loss":
-                return logps_from_logits(logits / temperature, labels, places, answer == "entropy")
+                return logps_from_logits(logits / temperature, labels, places, more)
             return loss_from_logits(logits, labels, places, self.goal, self.training)
         hidden = core.get_decoder()(**options).last_hidden_state  # (rows, tokens, dim)
         head = core.get_output_embeddings()
@@ -284,7 +287,7 @@ class LossModel(torch.nn.Module):
         use: Any = getattr(head, GATHERED_HEAD, None) or functools.partial(use_head, head)
         if answer != "loss":
             bend = self.bend.over(temperature)
-            return use(apply_head_to_logps, hidden, labels, places, bend, answer == "entropy")  # type: ignore[no-any-return]
+            return use(apply_head_to_logps, hidden, labels, places, bend, more)  # type: ignore[no-any-return]
         return use(apply_head, hidden, labels, places, self.bend, self.goal)  # type: ignore[no-any-return]
 
     def _shorten(self, boundaries: torch.Tensor | Documents | None) -> tuple[ShortRow, Documents] | None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from duoka.model.chunks import Bend, LowRank, Places
-from duoka.model.logps import TokenLogps, place, token_logps
+from duoka.model.logps import More, TokenLogps, place, token_logps
 from duoka.model.loss import LIKELIHOOD, Goal, sum_cross_entropy
 from duoka.model.vocabulary import VOCABULARY, WHOLE
 
@@ -75,12 +75,12 @@ def apply_head(
 
 
 def apply_head_to_logps(
-    head: Any, hidden: torch.Tensor, labels: torch.Tensor, places: Places | None, bend: Bend, entropy: bool
+    head: Any, hidden: torch.Tensor, labels: torch.Tensor, places: Places | None, bend: Bend, more: More
 ) -> TokenLogps:
     """Head and log-probabilities of its target tokens in one."""
     base, low = _read_head(head, hidden)
     return token_logps(
-        hidden, _here(base.weight), labels, bias=_here(base.bias), low=low, bend=bend, entropy=entropy, places=places,
+        hidden, _here(base.weight), labels, bias=_here(base.bias), low=low, bend=bend, more=more, places=places,
         vocabulary=getattr(base, VOCABULARY, WHOLE),
     )  # fmt: skip
 
@@ -113,11 +113,15 @@ def loss_from_logits(
     return loss, correct
 
 
-def logps_from_logits(logits: torch.Tensor, labels: torch.Tensor, places: Places | None, entropy: bool) -> TokenLogps:
+def logps_from_logits(logits: torch.Tensor, labels: torch.Tensor, places: Places | None, more: More) -> TokenLogps:
     rows, targets, chosen = _take_logits(logits, labels, places)
     every = rows.log_softmax(dim=-1)
     logps = place(every.gather(1, targets[:, None]).squeeze(1), labels, chosen)
-    return TokenLogps(logps, place(-(every.exp() * every).sum(dim=-1), labels, chosen) if entropy else None)
+    if not more:
+        return TokenLogps(logps, None)
+    is_right = rows.argmax(dim=-1) == targets
+    others = -(every.exp() * every).sum(dim=-1) if more == "entropy" else is_right.to(every.dtype)
+    return TokenLogps(logps, place(others, labels, chosen))
 
 
 def _take_logits(

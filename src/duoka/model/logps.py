@@ -1,4 +1,4 @@
-"""The log-probability of each target token, and the entropy of what was possible there, never holding all logits.
+"""The log-probability of each target token, and more of what was possible there, never holding all logits.
 
 For losses in which the weight of a token depends on other tokens or sequences (preference pairs, policy gradients).
 Forward keeps a number a token; backward computes each chunk's logits again. loss.py, whose weights are known
@@ -7,7 +7,7 @@ beforehand, makes its gradients at once and saves that product with the head.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -15,12 +15,15 @@ from torch.autograd.function import once_differentiable
 from duoka.model.chunks import STRAIGHT, Bend, ChunkedLogits, LowRank, Places, take_targets, wide
 from duoka.model.vocabulary import WHOLE, Vocabulary
 
+# What is asked for beside log-probabilities: entropy in nats; 1 where the target is the likeliest token.
+More = Literal["", "entropy", "likeliest"]
+
 
 class TokenLogps(NamedTuple):  # a tuple, in which wrappers of models find the tensors
     """Of each position, shaped as the labels; 0 where there is no target."""
 
     logps: torch.Tensor
-    entropy: torch.Tensor | None  # in nats, when asked for
+    more: torch.Tensor | None  # when asked for
 
 
 def token_logps(
@@ -31,19 +34,17 @@ def token_logps(
     bias: torch.Tensor | None = None,
     low: LowRank | None = None,
     bend: Bend = STRAIGHT,
-    entropy: bool = False,
+    more: More = "",
     places: Places | None = None,
     vocabulary: Vocabulary = WHOLE,
 ) -> TokenLogps:
-    """log p(label) of every target; both answers have gradients."""
+    """log p(label) of every target; it and the entropy have gradients."""
     targets = take_targets(hidden, labels, low, places, vocabulary)
-    logps, entropies = _TokenLogps.apply(
-        targets.rows, weight, bias, targets.low_rows, low.weight if low else None, targets.labels, bend, entropy,
+    logps, others = _TokenLogps.apply(
+        targets.rows, weight, bias, targets.low_rows, low.weight if low else None, targets.labels, bend, more,
         vocabulary,
     )  # fmt: skip
-    return TokenLogps(
-        place(logps, labels, targets.places), place(entropies, labels, targets.places) if entropy else None
-    )
+    return TokenLogps(place(logps, labels, targets.places), place(others, labels, targets.places) if more else None)
 
 
 def place(values: torch.Tensor, labels: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -64,12 +65,12 @@ class _TokenLogps(torch.autograd.Function):
         low_weight: torch.Tensor | None,
         labels: torch.Tensor,
         bend: Bend,
-        wants_entropy: bool,
+        more: More,
         vocabulary: Vocabulary,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logps = torch.empty(len(labels), dtype=wide(rows), device=rows.device)
         norms = torch.empty_like(logps)  # log of the sum of exp(logits)
-        entropy = torch.empty_like(logps) if wants_entropy else None
+        others = torch.empty_like(logps) if more else None
         inputs = (rows, weight, bias, low_rows, low_weight)
         with torch.autocast(rows.device.type, enabled=False):
             for chunk in ChunkedLogits(inputs, bend, [False] * 5, vocabulary).chunks():
@@ -77,17 +78,19 @@ class _TokenLogps(torch.autograd.Function):
                 peak = vocabulary.largest(logits.amax(dim=-1, keepdim=True))
                 logits.sub_(peak)
                 picked = vocabulary.pick(logits, labels[here]).squeeze(1)
-                powers = logits.exp() if entropy is not None else logits.exp_()
+                if others is not None and more == "likeliest":
+                    others[here] = (vocabulary.likeliest(logits) == labels[here]).to(others.dtype)
+                powers = logits.exp() if more == "entropy" else logits.exp_()
                 total, picked = vocabulary.total(powers.sum(dim=-1), picked)
                 log_total = total.log()
                 logps[here] = picked - log_total
                 norms[here] = peak.squeeze(1) + log_total
-                if entropy is not None:
+                if others is not None and more == "entropy":
                     (mean,) = vocabulary.total((powers * logits).sum(dim=-1))
-                    entropy[here] = log_total - mean / total
-        ctx.save_for_backward(*inputs, labels, norms, entropy)
+                    others[here] = log_total - mean / total
+        ctx.save_for_backward(*inputs, labels, norms, others if more == "entropy" else None)
         ctx.bend, ctx.vocabulary = bend, vocabulary
-        return logps, entropy
+        return logps, others
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]

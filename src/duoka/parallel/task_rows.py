@@ -19,6 +19,8 @@ from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.errors import DataError
 from duoka.tasks.task import Item, Option, Task
 
+_MOST_ALIKE = 4  # times `batch` rows: the keys of each are gathered, however much is computed once
+
 
 @dataclass(frozen=True)
 class Row:
@@ -37,6 +39,11 @@ class Row:
     @property
     def wanted(self) -> tuple[int, ...]:
         return self.ids[self.start :]
+
+    @property
+    def read(self) -> tuple[int, ...]:
+        """What a model reads to score it: nothing is asked behind the last token."""
+        return self.ids[:-1]
 
 
 @dataclass(frozen=True)
@@ -98,20 +105,45 @@ class Prompts:
     def num_new(self, row: Row) -> int:
         return len(row.wanted) or self.max_new_tokens
 
-    def groups(self, batch: int, *, mixed: bool = False) -> list[list[int]]:
+    def groups(self, batch: int, *, mixed: bool = False, shared: bool = False) -> list[list[int]]:
         """Places of rows that are computed at once, the longest first. Those that generate are of one length, unless
-        they may be `mixed`.
+        they may be `mixed`; of `shared` ones what they begin with is computed once.
 
         Nothing but the rows and `batch` decides, so that any number of processes computes the same groups.
         """
-        places = sorted(range(len(self.rows)), key=lambda place: (-len(self.rows[place].ids), place))
         if mixed or not self.generates:
-            return [places[at : at + batch] for at in range(0, len(places), batch)]
+            return group_rows(self.rows, batch, shared=shared and not self.generates)
         alike: dict[tuple[int, int], list[int]] = {}
-        for place in places:
+        for place in _longest_first(self.rows):
             row = self.rows[place]
             alike.setdefault((row.start, self.num_new(row)), []).append(place)
         return [some[at : at + batch] for some in alike.values() for at in range(0, len(some), batch)]
+
+
+def _longest_first(rows: Sequence[Row]) -> list[int]:
+    return sorted(range(len(rows)), key=lambda place: (-len(rows[place].ids), place))
+
+
+def group_rows(rows: Sequence[Row], batch: int, *, shared: bool) -> list[list[int]]:
+    """`batch` rows at once, the longest first; of `shared` ones, those that begin alike side by side, as many as
+    compute no more tokens than `batch` of the longest alone."""
+    if not shared:
+        places = _longest_first(rows)
+        return [places[at : at + batch] for at in range(0, len(places), batch)]
+    order = sorted(range(len(rows)), key=lambda place: (rows[place].read, place))
+    most = batch * max((len(row.read) for row in rows), default=0)
+    groups: list[list[int]] = []
+    sizes: list[int] = []
+    for place, before in zip(order, [None, *order], strict=False):
+        ids = rows[place].read
+        own = len(ids) - (0 if before is None else _common((rows[before].read, ids)))
+        if not groups or sizes[-1] + own > most or len(groups[-1]) == _MOST_ALIKE * batch:
+            groups.append([])
+            sizes.append(0)
+            own = len(ids)
+        groups[-1].append(place)
+        sizes[-1] += own
+    return [group for _, group in sorted(zip(sizes, groups, strict=True), key=lambda one: (-one[0], one[1]))]
 
 
 def make_prompts(

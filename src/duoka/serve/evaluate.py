@@ -176,8 +176,10 @@ def measure(trained: Trained, data: EvalData, layout: Layout, world: World, *, b
     from duoka.model.build import LossModel
     from duoka.model.dtypes import BY_PRECISION
     from duoka.model.fp8 import apply_fp8
+    from duoka.model.kernels import settle_sharing
     from duoka.model.row_choice import find_passes
     from duoka.parallel.measure import measure_loss
+    from duoka.plan.prefixes import why_no_sharing
 
     passes = find_passes(data.config.model, trained.base, layout.packing)
     lm = load_trained(trained, dtype=BY_PRECISION[layout.precision], attention=passes.attention, base_only=base_only)
@@ -189,6 +191,8 @@ def measure(trained: Trained, data: EvalData, layout: Layout, world: World, *, b
     )  # fmt: skip
     sizes = None if data.text_bytes is None else torch.from_numpy(data.text_bytes)
     model = LossModel(lm, own_logits=passes.own_logits).to(world.device)
+    model.no_sharing = why_no_sharing(data.config, layout) or passes.no_sharing
+    settle_sharing(model, layout, world.device)
     measured = measure_loss(model, batches, world, layout.precision, token_bytes=sizes)
     assert measured is not None  # None is for a stop request, and none is polled here
     return measured

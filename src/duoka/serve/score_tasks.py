@@ -88,18 +88,21 @@ def _score_all(
 ) -> list[TaskScore]:  # fmt: skip
     from duoka.model.answer import stop_tokens, window_of
     from duoka.model.build import LossModel
-    from duoka.model.row_choice import find_passes
     from duoka.parallel.task_rows import make_prompts
+    from duoka.parallel.task_score import build_judge
 
     tokenizer = load_chat_tokenizer(trained)
     model: LossModel | None = None
     scores = []
     folder_model = ModelConfig(name=trained.name, trust_remote_code=trained.trust_remote_code)
+    is_off = trained.config is not None and not trained.config.data.prefix_sharing
     for task in tasks:
         if model is None:
             lm = load_trained(trained, dtype=choose_dtype(asked.precision), base_only=base_only)
-            model = LossModel(lm, own_logits=find_passes(folder_model, trained.base, packing=False).own_logits)
-            model = model.to(world.device)
+            model = build_judge(
+                lm, folder_model, trained.base, world.device, asked.precision,
+                "data.prefix_sharing is false" if is_off else "",
+            )  # fmt: skip
             stops = stop_tokens(model.core, tokenizer)
         items, window = in_order(task, asked.limit), window_of(model.core)
         prompts = make_prompts(task, items, tokenizer, window, asked.max_new_tokens)
