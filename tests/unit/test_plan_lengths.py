@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
 
-from duoka.config.schema import RunConfig, StageConfig
+from duoka.config.schema import RunConfig, StageConfig, TrainConfig
 from duoka.data.dataset_lengths import find_lengths, lengths_of, remember_lengths
 from duoka.data.feed.epoch_plan import EpochPlan, share_batch
 from duoka.data.read.example import Example, Message
@@ -162,3 +163,11 @@ def test_tokenized_data_is_exact_and_remembered_until_something_changes(place):
     assert find_lengths(config, folder) == found
     (folder / "chats.jsonl").write_text((folder / "chats.jsonl").read_text(encoding="utf-8") + "\n", encoding="utf-8")
     assert find_lengths(config, folder).basis == "sampled"
+
+
+@pytest.mark.parametrize(("more", "used"), [("", 300), ("max_steps: 5", 40), ("max_steps: 50", 300)])
+def test_a_run_that_ends_within_its_first_epoch_comes_to_fewer_samples(more, used):
+    train = TrainConfig.model_validate({"global_batch": 8, **(yaml.safe_load(more) or {})})
+    assert Lengths("tokenized", 300, 100.0, 200).num_used(train) == used
+    in_tokens = train.model_copy(update={"global_batch": "800 tokens"})
+    assert Lengths("tokenized", 300, 100.0, 200).num_used(in_tokens) == used

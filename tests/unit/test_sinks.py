@@ -22,6 +22,7 @@ from duoka.sinks.event_log import EventLog
 from duoka.sinks.fan_out import Sinks, build_sink
 from duoka.sinks.sink import RunFacts, Sink, StepNumbers
 from duoka.train.record import Recorder
+from duoka.train.step import StepResult
 
 NUMBERS = {"epoch": 0.5, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "num_tokens": 10}
 
@@ -201,6 +202,19 @@ def test_trackers_get_the_config_without_its_secrets(tmp_path, monkeypatch):
     assert config["model"]["name"] == "x/${env:HOOK_TOKEN}" and config["data"]["train"][1] == "${env:HOOK_TOKEN}"
     assert config["log"]["alert"] == {"webhook": "***", "command": "", "events": ["done"]}
     assert config["optim"]["lr"] == 1e-3 and loaded.config.log.alert.webhook.endswith("hunter2")
+
+
+def test_a_run_knows_at_its_end_what_prefix_sharing_left_out(tmp_path):
+    (tmp_path / "a.yaml").write_text(YAML.replace("[tensorboard, wandb]", "[]"), encoding="utf-8")
+    world = SimpleNamespace(is_main=True, rank=0, size=1)
+    record = Recorder(RunFolder(tmp_path / "run"), world, load_config(tmp_path / "a.yaml"), 2, 0)
+    record.start(SimpleNamespace(step=0))
+    assert record.prefixes() == ""
+    for step, shared in ((1, 60), (2, 0)):
+        result = StepResult(num_shared=shared)
+        record.step(SimpleNamespace(step=step), {**NUMBERS, "num_tokens": 100}, result, 0.5)
+    record.close()
+    assert record.prefixes() == "prefix sharing: 30% of 200 tokens were left out, as samples begin alike"
 
 
 def test_an_unknown_tracker_is_refused_with_those_that_are_known(tmp_path):

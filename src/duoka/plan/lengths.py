@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from duoka.units import Amount
+from duoka.config.schema import TrainConfig
+from duoka.units import Amount, parse_amount
 
 Basis = Literal["tokenized", "sampled"]
 
@@ -35,6 +36,14 @@ class Lengths:
         source = "tokenized samples" if self.basis == "tokenized" else "samples, by a look into the files"
         text = f"{about}{number}{source} (mean {about}{self.mean:,.0f} tokens, longest {self.longest:,})"
         return f"{text}; {shared:.0%} of these, in shared prefixes, are computed once for several" if shared else text
+
+    def num_used(self, train: TrainConfig) -> float:
+        """Samples that a run comes to at least once: of one that ends within its first epoch, fewer than there are."""
+        every = float(self.num_samples or 0)
+        if train.max_steps is None:
+            return every
+        batch = parse_amount(train.global_batch)
+        return min(every, train.max_steps * batch.count / (1 if batch.unit == "samples" else self.mean))
 
     def cut(self, max_length: int) -> Lengths:
         """With samples cut at that length."""

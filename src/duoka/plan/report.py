@@ -319,7 +319,7 @@ def _reference_notes(config: RunConfig, lengths: Lengths | None, speed: Speed) -
         return ()
     words = "the reference's log-probabilities are computed before the first step, in one pass without gradients"
     if lengths is not None and lengths.num_samples is not None:
-        tokens = round(lengths.num_samples * lengths.mean) * (1 + config.stage.kind.looks)
+        tokens = round(lengths.num_used(config.train) * lengths.mean) * (1 + config.stage.kind.looks)
         words += f" over {format_count(tokens)} tokens (about {format_seconds(tokens / (3 * speed.tokens_per_s))})"
     return (f"{words}, and kept in the cache; the memory is that of an evaluation, no second model is held",)
 

@@ -17,12 +17,20 @@ from duoka.errors import StorageError
 from duoka.parallel.powersgd import inherit
 from duoka.store.reader import opened
 from duoka.store.resume import STATE
-from duoka.store.state import set_random_state
+from duoka.store.state import TrainState, set_random_state
 
 TRAINED = "model."  # before the names of trained tensors
 
 if TYPE_CHECKING:
     from duoka.store.contents import Contents
+
+
+def read_progress(folder: Path) -> TrainState:
+    """Where a checkpoint stands, before anything of it is loaded."""
+    try:
+        return TrainState(**json.loads((folder / STATE).read_text(encoding="utf-8"))["progress"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{folder / STATE} cannot be read: {error}", fix="choose another checkpoint") from None
 
 
 def fill_contents(folder: Path, contents: Contents, world: World) -> None:

@@ -84,6 +84,8 @@ def _train(run: Run) -> int:
         stopped_by = stopped_by and (read_stop_request(run.inputs.run) or stopped_by)
         if run.feed.summary():
             record.say(f"data since this start: {run.feed.summary()}")
+        if record.prefixes():
+            record.say(record.prefixes())
         return _finish(run, stopped_by)
     finally:
         record.close()

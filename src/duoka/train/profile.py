@@ -74,7 +74,7 @@ class StepProfile:
 
 def profile_run(inputs: Inputs, world: World, num_steps: int, folder: Path) -> StepProfile:
     """All ranks call it together; each writes its trace to `folder`, and returns what it saw."""
-    run = build_run(inputs, world)
+    run = build_run(inputs, world, at_least=WARM_UP + 2 * num_steps)
     try:
         num_epochs = float(WARM_UP + 2 * num_steps)  # each holds a step at least: the data may be few
         with Walk[Place, GlobalBatch](lambda place: run.feed.batches(place, num_epochs)) as batches:

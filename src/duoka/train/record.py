@@ -62,6 +62,7 @@ class Recorder:
         )  # fmt: skip
         self._window: list[tuple[int, int, float]] = []  # tokens, shared ones, seconds
         self._num_steps = 0
+        self._totals = [0, 0]  # tokens since this start, and shared ones of them
         self._cpu_s = time.process_time()
 
     def start(self, state: TrainState, **facts: Any) -> None:
@@ -90,6 +91,7 @@ class Recorder:
         if not self.world.is_main:
             return
         self._window = [*self._window[1 - _RECENT :], (numbers["num_tokens"], result.num_shared, step_s)]
+        self._totals = [self._totals[0] + numbers["num_tokens"], self._totals[1] + result.num_shared]
         tokens, shared, seconds = (sum(part) for part in zip(*self._window, strict=True))
         computed = numbers["num_tokens"] - result.num_shared
         mfu = self._mfu(computed / step_s)
@@ -160,6 +162,13 @@ class Recorder:
         goes_on = "" if launcher_speaks() else ". The same command goes on."
         self._sinks.ended(step, reason, exit_code, f"stopped by {reason}")
         self.say(f"stopped by {reason} after step {step}; saved{goes_on}")
+
+    def prefixes(self) -> str:
+        """What prefix sharing left out since this start, on rank 0; "" where that is nothing."""
+        tokens, shared = self._totals
+        if not shared:
+            return ""
+        return f"prefix sharing: {shared / tokens:.0%} of {tokens:,} tokens were left out, as samples begin alike"
 
     def done(self, step: int) -> None:
         self._sinks.ended(step, "done", 0, "")

@@ -50,18 +50,27 @@ class ReferencePass:
     layout: Layout
     engine: Engine
 
-    def add(self, rows: AnswerRows) -> str:
-        """Give the answers their reference, on all ranks together; returns where it is from."""
+    def add(self, rows: AnswerRows, used: np.ndarray | None = None, kind: str = "") -> str:
+        """Give the answers their reference, on all ranks together; returns what to say of it.
+
+        `used`: those that the run will come to; others are nan, and computed by a run that does.
+        """
+        noun = f"{kind}{rows.noun}"
         world = self.engine.mesh.everyone
         file = _file_of(self.key(rows))
-        rows.reference = world.agree(read_reference(file, len(rows)) if world.is_main else None)
-        if rows.reference is not None:
-            return "from the cache"
+        found = world.agree(read_reference(file, len(rows)) if world.is_main else None)
+        rows.reference = np.full((len(rows), _WIDTH), np.nan) if found is None else found
+        used = np.arange(len(rows)) if used is None else used
+        missing = used[np.isnan(rows.reference[used]).any(axis=1)]
+        of_all = f" (of {len(rows):,}: the run comes to no others)" if len(used) < len(rows) else ""
+        if not len(missing):
+            return f"{len(used):,} {noun} from the cache{of_all}"
         began = time.monotonic()
-        rows.reference = self._compute(rows)
+        rows.reference[missing] = self._compute(rows, missing)[missing]
         if world.is_main:
-            keep_reference(file, rows.reference)
-        return f"computed in {format_seconds(time.monotonic() - began)}"
+            keep_reference(file, _with_others(rows.reference, read_reference(file, len(rows))))
+        rest = f", {len(used) - len(missing):,} from the cache" if len(missing) < len(used) else ""
+        return f"{len(missing):,} {noun} computed in {format_seconds(time.monotonic() - began)}{rest}{of_all}"
 
     def key(self, rows: AnswerRows) -> str:
         """All that the numbers depend on: weights, adapters, tokens (and so the template), precision."""
@@ -98,12 +107,12 @@ class ReferencePass:
         return 1.0 if self.config.stage.ld_alpha is None else self.config.stage.ld_alpha
 
     @torch.no_grad()
-    def _compute(self, rows: AnswerRows) -> np.ndarray:
+    def _compute(self, rows: AnswerRows, some: np.ndarray) -> np.ndarray:
         mesh, layout, device = self.engine.mesh, self.layout, self.engine.world.device
         found = torch.zeros(len(rows), _WIDTH, dtype=torch.float64)
         plans = eval_plans(
             rows, mesh.data.rank, mesh.data.size, layout.micro, packing=layout.packing,
-            max_length=self.config.sample_tokens,
+            max_length=self.config.sample_tokens, some=some,
         )  # fmt: skip
         with self.engine.evaluate() as model:
             was_training = model.training
@@ -129,8 +138,9 @@ class ReferencePass:
         return whole
 
 
-def add_references(make: ReferencePass, prepared: PreparedData) -> str:
-    """References of all answers of a run, training and evaluation; what to say of it before the first step."""
+def add_references(make: ReferencePass, prepared: PreparedData, used: np.ndarray) -> str:
+    """References of the answers of a run, `used` ones of its training and all of its evaluation; what to say of it
+    before the first step."""
     start = "the model as it begins"
     lora = make.config.lora
     if lora is not None:
@@ -138,7 +148,7 @@ def add_references(make: ReferencePass, prepared: PreparedData) -> str:
     said = []
     for name, rows in (("", prepared.train), ("evaluation ", prepared.eval)):
         if isinstance(rows, AnswerRows):
-            said.append(f"{len(rows):,} {name}{rows.noun} {make.add(rows)}")
+            said.append(make.add(rows, used if rows is prepared.train else None, name))
     return f"{start}; log-probabilities of {', '.join(said)}"
 
 
@@ -147,12 +157,17 @@ def _file_of(key: str) -> Path:
 
 
 def read_reference(file: Path, count: int) -> np.ndarray | None:
-    """None for a file that is not there, was cut, or is of other data."""
+    """Samples that nobody computed yet are nan. None for a file that is not there, was cut, or is of other data."""
     try:
         found: np.ndarray = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None
-    return found if found.shape == (count, _WIDTH) and np.isfinite(found).all() else None
+    return found if found.shape == (count, _WIDTH) and not np.isinf(found).any() else None
+
+
+def _with_others(own: np.ndarray, found: np.ndarray | None) -> np.ndarray:
+    """With what another run computed meanwhile."""
+    return own if found is None else np.where(np.isnan(own), found, own)
 
 
 def keep_reference(file: Path, values: np.ndarray) -> None:

@@ -19,7 +19,7 @@ from duoka.config.loaded import Loaded
 from duoka.config.schema import RunConfig
 from duoka.data.build_feed import Feed, build_feed, data_order
 from duoka.data.dataset_lengths import lengths_of
-from duoka.data.feed.loader import GlobalBatch
+from duoka.data.feed.loader import GlobalBatch, Loader
 from duoka.data.prepare import PreparedData, read_tokenizer
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.hub.adapter_files import note_other_bases
@@ -56,6 +56,7 @@ from duoka.runs.versions import library_versions
 from duoka.store.checkpoint import CheckpointStore, Facts
 from duoka.store.contents import Contents
 from duoka.store.final_folder import ResultSources, write_final
+from duoka.store.loading import read_progress
 from duoka.store.resume import check_changes, choose_checkpoint
 from duoka.store.retention import clean_drafts
 from duoka.store.saving import Saver
@@ -173,8 +174,9 @@ class Run:
             rehearse_largest(engine, contents.optimizer, self.stage, self.guard)
 
 
-def build_run(inputs: Inputs, world: World) -> Run:
-    """Every part of a run that can train at once; all ranks call it together."""
+def build_run(inputs: Inputs, world: World, *, at_least: int = 0) -> Run:
+    """Every part of a run that can train at once; all ranks call it together. `at_least`: so many steps are made, also
+    where the run has fewer."""
     config, notes = inputs.config, list[str]()
     found = _find_start(inputs, world, notes)  # refuses ranks whose code, config, model or data differ
     rows = choose_rows(config, inputs.folder)  # packed, or padded where that changed the architecture's numbers
@@ -189,7 +191,8 @@ def build_run(inputs: Inputs, world: World) -> Run:
     settle_sharing(engine.bare, plan.layout, world.device)
     kernels = choose_kernels(look(engine.bare, config, plan.layout, world.device))
     contents = build_contents(config, plan, engine, roles, inputs.run.path)  # with the optimizer, at step 0
-    reference = _find_reference(inputs, plan, engine)  # while the engine has the weights that the run began with
+    # While the engine has the weights that the run began with.
+    reference = _find_reference(inputs, plan, engine, found, at_least)
     stage.take_start(engine)
     # The same initial values everywhere; what people's own code draws differs from data rank to data rank.
     torch.manual_seed(config.train.seed + mesh.data.rank)
@@ -305,12 +308,19 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
     return parallelize(model, plan.layout, config.parallel, mesh, source, matrices, folder, rows), roles | beside
 
 
-def _find_reference(inputs: Inputs, plan: Plan, engine: Engine) -> str:
-    if not inputs.config.stage.has_reference:
+def _find_reference(inputs: Inputs, plan: Plan, engine: Engine, found: Path | None, at_least: int) -> str:
+    config, prepared, mesh = inputs.config, inputs.prepared, engine.mesh
+    if not config.stage.has_reference:
         return ""
-    prepared = inputs.prepared
-    make = ReferencePass(inputs.config, inputs.loaded.base, inputs.folder, prepared.pad_id, plan.layout, engine)
-    return add_references(make, prepared)
+    make = ReferencePass(config, inputs.loaded.base, inputs.folder, prepared.pad_id, plan.layout, engine)
+    feed = build_feed(config, prepared, plan.layout, mesh.data.rank, mesh.data.sum)
+    assert isinstance(feed, Loader)
+    state = TrainState() if found is None else read_progress(found)
+    settings = build_settings(config, feed, state, prepared.mean_length, plan.horizon)
+    # From the run's beginning, so that a start that goes on asks for no others than the first one did.
+    done = state.epoch * feed.steps_per_epoch + state.index
+    to_do = max(settings.total_steps - state.step, at_least)
+    return add_references(make, prepared, feed.plan.ids_before(done + to_do))
 
 
 def build_contents(

@@ -71,6 +71,14 @@ class EpochPlan:
                 count += int(starts[end] - starts[start])
         return count
 
+    def ids_before(self, last: int) -> np.ndarray:
+        """The samples of a run's steps before `last`, each once, in order of their numbers."""
+        per_epoch = self.num_batches()
+        if last >= per_epoch:
+            return np.arange(self.num_samples)
+        order, starts = self._plan(0)
+        return np.sort(order[: starts[max(0, last)]].astype(np.int64))
+
     def batch(self, epoch: int, index: int) -> np.ndarray:
         """The ids of the samples in one global batch."""
         order, starts = self._plan(epoch)

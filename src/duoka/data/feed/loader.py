@@ -211,11 +211,13 @@ def eval_batches(
 
 
 def eval_plans(
-    store: Samples, rank: int, num_ranks: int, micro: Amount, *, packing: bool, max_length: int
-) -> Iterator[MicroPlan]:
-    """Which samples each of these micro-batches has."""
+    store: Samples, rank: int, num_ranks: int, micro: Amount, *, packing: bool, max_length: int,
+    some: np.ndarray | None = None,
+) -> Iterator[MicroPlan]:  # fmt: skip
+    """Which samples each of these micro-batches has; of `some` only, where not all are asked for."""
     # Like lengths together: rows of about one length need little padding.
     order = np.argsort(-store.lengths.astype(np.int64), kind="stable")
+    order = order if some is None else order[np.isin(order, some)]
     step = num_ranks * _EVAL_SAMPLES_PER_RANK
     for at in range(0, len(order), step):
         lengths = laid_lengths(store, packing)

@@ -17,6 +17,14 @@ def document_sums(values: torch.Tensor, micro: Batch) -> torch.Tensor:
     return torch.stack([part.sum() for part in wide[0].split(micro.boundaries.diff().tolist())])
 
 
+def reference_of(micro: Batch) -> torch.Tensor | None:
+    """(documents,) float64 on the host. Never of samples that the pass left out: batches of these are at most built
+    ahead, behind a run's last step."""
+    if micro.reference is not None and micro.reference.isnan().any():
+        raise RuntimeError("the run comes to samples whose reference it did not compute")
+    return micro.reference
+
+
 def count_targets(micro: Batch) -> torch.Tensor:
     """(documents,) float64 on the host: how many target tokens each document has."""
     return document_sums(micro.labels != IGNORED, micro)

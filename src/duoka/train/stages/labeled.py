@@ -24,7 +24,7 @@ from duoka.model.dropout import stop_dropout
 from duoka.parallel.inputs import model_inputs
 from duoka.parallel.measure import Measured, measure_objective
 from duoka.parallel.objective import Sums
-from duoka.train.stages.documents import count_targets, document_sums
+from duoka.train.stages.documents import count_targets, document_sums, reference_of
 from duoka.train.stages.stage import Stage
 from duoka.train.stages.start import check_start
 
@@ -194,8 +194,9 @@ class _Seen:
 
 
 def _answers(logps: torch.Tensor, micro: Batch) -> _Answers:
-    assert micro.sides is not None and micro.reference is not None
+    known = reference_of(micro)
+    assert micro.sides is not None and known is not None
     at, device = (micro.sides != PADDING).nonzero().squeeze(1), logps.device
     own = document_sums(logps, micro)[at.to(device)]
-    reference, count = micro.reference[at].to(device), count_targets(micro)[at].to(device)
+    reference, count = known[at].to(device), count_targets(micro)[at].to(device)
     return _Answers(own, own - reference, count, (micro.sides[at] == CHOSEN).to(device))

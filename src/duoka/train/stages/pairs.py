@@ -22,7 +22,7 @@ from duoka.model.dropout import stop_dropout
 from duoka.parallel.inputs import model_inputs
 from duoka.parallel.measure import Measured, measure_objective
 from duoka.parallel.objective import Sums
-from duoka.train.stages.documents import count_targets, document_sums, pair_weights
+from duoka.train.stages.documents import count_targets, document_sums, pair_weights, reference_of
 from duoka.train.stages.pair_losses import Answers, PairSettings, pair_loss, reward
 from duoka.train.stages.stage import Stage
 from duoka.train.stages.start import check_start
@@ -90,7 +90,8 @@ class Pairs(Stage):
         if self.settings.ld_alpha != 1:
             weights = pair_weights(micro, self.settings.ld_alpha)
             weighted = document_sums(logps.double() * weights.to(logps.device), micro)
-        known = torch.zeros_like(counts) if micro.reference is None else micro.reference
+        reference = reference_of(micro)
+        known = torch.zeros_like(counts) if reference is None else reference
         device = logps.device
 
         def side(at: torch.Tensor) -> Answers:
