@@ -42,7 +42,7 @@ from duoka.model.loss import LIKELIHOOD, Goal
 from duoka.model.own_lengths import use_own_lengths
 from duoka.model.pipeline_stages import PipelineStages
 from duoka.model.prefixes import ShortRow
-from duoka.model.quantize import Quantization, compute_in
+from duoka.model.quantize import Quantization, compute_in, options_to_learn_beside
 from duoka.model.random_init import random_weights
 from duoka.model.reading import read_adapted, read_model
 from duoka.model.request import ModelRequest
@@ -104,6 +104,7 @@ def load_model(request: ModelRequest) -> torch.nn.Module:
             local_files_only=True,
             use_safetensors=True,
             **({"dtype": dtype} if packing is None else packing.options(folder, dtype)),
+            **(options_to_learn_beside(folder) if request.trains and packing is None else {}),
         )
         if packing is not None:
             compute_in(model, dtype, packing)

@@ -263,10 +263,12 @@ def _find_targets(model: torch.nn.Module, targets: tuple[str, ...] | Literal["al
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     own = {name: one for name, one in linear.items() if type(one).__module__ == type(model).__module__}
     odd = {name.rsplit(".", 1)[-1]: type(one).__name__ for name, one in own.items() if not _answers_a_row(one)}
-    if targets == "all" and not odd:
+    coded = [name for name, module in model.named_modules() if _holds_codes(module)]  # PEFT passes over them
+    if targets == "all" and not (odd or coded):
         return "all-linear"
     if targets == "all":
-        inside = {words[-1] for words in (name.split(".") for name in linear) if any(map(str.isdecimal, words))}
+        names = (name.split(".") for name in (*linear, *coded))
+        inside = {words[-1] for words in names if any(map(str.isdecimal, words))}
         return sorted(inside - odd.keys())
     if named := sorted(odd.keys() & {name.rsplit(".", 1)[-1] for name in targets}):
         rest = {name.rsplit(".", 1)[-1] for name in linear} - odd.keys()
@@ -291,7 +293,12 @@ def _is_linear(module: torch.nn.Module) -> bool:
     """Also GPT-2's kind, whose weights lie."""
     from transformers.pytorch_utils import Conv1D
 
-    return isinstance(module, (torch.nn.Linear, Conv1D))
+    return isinstance(module, (torch.nn.Linear, Conv1D)) or _holds_codes(module)
+
+
+def _holds_codes(module: torch.nn.Module) -> bool:
+    """A linear layer as GPTQ's and AWQ's package lays it out: no torch.nn.Linear, and no weight."""
+    return hasattr(module, "qweight") and hasattr(module, "in_features")
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:

@@ -89,6 +89,17 @@ class Quantization:
         return dtype if keeps else torch.float32
 
 
+def options_to_learn_beside(folder: Path) -> dict[str, Any]:
+    """For a folder that GPTQ or AWQ packed and adapters that learn beside it: kernels that hand gradients on. By
+    default their package takes the fastest, and most of these only answer."""
+    how = (read_json(folder / "config.json") or {}).get("quantization_config")
+    if not isinstance(how, dict) or how.get("quant_method") not in ("gptq", "awq"):
+        return {}
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    return {"quantization_config": AutoQuantizationConfig.from_dict({**how, "backend": "auto_trainable"})}
+
+
 def _is_news(record: logging.LogRecord) -> bool:
     """bitsandbytes says of each product in 8 bits that it is computed in fp16: thousands of lines an evaluation."""
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
