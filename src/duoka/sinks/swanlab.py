@@ -21,7 +21,7 @@ class SwanLabSink(Sink):
     is_remote = True
 
     def open(self, facts: RunFacts, say: Callable[[str], None]) -> None:
-        import swanlab  # type: ignore[import-not-found, unused-ignore]
+        import swanlab  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         self._swanlab = swanlab
         self._state, self._cause = "crashed", "the process ended"  # until the run says how it ended
