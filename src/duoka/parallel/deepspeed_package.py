@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from duoka.parallel.deepspeed_traffic import count_exchanges
 
@@ -54,6 +55,9 @@ def begin_deepspeed(device: torch.device, tensor_ranks: int = 1) -> Any:
     package = load_deepspeed(device)
     package.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
     count_exchanges()
+    # It empties weights that it lets go of, where layers are computed again (`recompute: selective`) elsewhere than in
+    # the first pass: torch takes that for another computation.
+    SAC_IGNORED_OPS.add(torch.ops.aten.empty.memory_format)
     from deepspeed.utils import groups
 
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # of an engine before this one: it would not make another
