@@ -1,5 +1,6 @@
 """Bases that GPTQ or AWQ packed: their layers hold codes and no weight, and adapters go beside them all the same."""
 
+import importlib.util
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
 from duoka.model.lora import apply_lora
 from duoka.model.quantize import options_to_learn_beside
+from duoka.model.reading import read_model
 
 
 class Coded(torch.nn.Module):
@@ -59,3 +61,16 @@ def test_training_asks_for_kernels_with_gradients(tmp_path, method):
         assert options == {}
     else:
         assert options["quantization_config"].backend == "auto_trainable"
+
+
+@pytest.mark.parametrize(("method", "missing"), [("gptq", ["optimum", "gptqmodel"]), ("awq", ["gptqmodel"])])
+def test_all_packages_that_are_missing_are_named_at_once(tmp_path, tiny_model, monkeypatch, method, missing):
+    """transformers names one, and the other when that is there."""
+    facts = json.loads((tiny_model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(facts | {"quantization_config": {"quant_method": method}}))
+    found = importlib.util.find_spec
+    gone = ("optimum", "gptqmodel")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in gone else found(name, *more))
+    with pytest.raises(ConfigError, match=f"packed by {method.upper()}, .* not installed here: ") as raised:
+        read_model(tmp_path, scores=False)
+    assert raised.value.fix.splitlines()[0] == f"pip install {' '.join(missing)}"

@@ -28,6 +28,8 @@ from duoka.model.decode import MOST_ROWS, multiply_codes
 from duoka.model.result import base_dtype
 from duoka.runs.folder import read_json
 
+_READERS = {"gptq": ("optimum", "gptqmodel"), "awq": ("gptqmodel",)}  # of files that they packed
+
 
 @dataclass(frozen=True)
 class Quantization:
@@ -89,11 +91,30 @@ class Quantization:
         return dtype if keeps else torch.float32
 
 
+def _coding_of(folder: Path) -> dict[str, Any] | None:
+    """How GPTQ or AWQ packed a folder; None: they did not."""
+    how = (read_json(folder / "config.json") or {}).get("quantization_config")
+    return how if isinstance(how, dict) and how.get("quant_method") in _READERS else None
+
+
+def check_codes(folder: Path) -> None:
+    """Refuse a folder of GPTQ or AWQ by all that its reading wants: transformers names one package after the other."""
+    how = _coding_of(folder)
+    if how is None:
+        return
+    method = how["quant_method"]
+    missing = [name for name in _READERS[method] if importlib.util.find_spec(name) is None]
+    if missing:
+        what = f"the weights in {folder} came packed by {method.upper()}, and what reads them is not installed here"
+        fix = f"pip install {' '.join(missing)}\nor name the model that was packed"
+        raise ConfigError(f"{what}: {', '.join(missing)}", fix=fix)
+
+
 def options_to_learn_beside(folder: Path) -> dict[str, Any]:
     """For a folder that GPTQ or AWQ packed and adapters that learn beside it: kernels that hand gradients on. By
     default their package takes the fastest, and most of these only answer."""
-    how = (read_json(folder / "config.json") or {}).get("quantization_config")
-    if not isinstance(how, dict) or how.get("quant_method") not in ("gptq", "awq"):
+    how = _coding_of(folder)
+    if how is None:
         return {}
     from transformers.quantizers.auto import AutoQuantizationConfig
 

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from duoka.config.adapters import HOLDS, WEIGHTS
 from duoka.errors import ConfigError
 from duoka.hub.weight_files import find_damage
+from duoka.model.quantize import check_codes
 from duoka.model.score_head import read_scorer
 
 _NAMED = 3  # so many weights are named in a message
@@ -30,6 +31,7 @@ def read_model(folder: Path, *, scores: bool, **options: Any) -> Any:
     """The language model in a folder, or one with a head for scores; each of its weights from the files."""
     from transformers import AutoModelForCausalLM
 
+    check_codes(folder)
     try:
         if scores:
             return read_scorer(folder, **options)
