@@ -127,7 +127,7 @@ def _gone_where_it_fails(folder: Path) -> Iterator[None]:
 
     try:
         yield
-    except BaseException:  # goes on upwards
+    except BaseException:  # a Ctrl-C too must leave no half of it; goes on upwards
         shutil.rmtree(folder.resolve(), ignore_errors=True)
         raise
 
