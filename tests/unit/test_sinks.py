@@ -121,6 +121,29 @@ def test_a_sink_that_waits_for_ever_drops_what_comes_and_the_run_leaves_without_
     gate.set()
 
 
+@pytest.mark.parametrize("reason", ["done", "signal"])
+def test_the_goodbye_of_a_run_that_is_done_may_take_longer_than_what_waits(tmp_path, monkeypatch, reason):
+    monkeypatch.setattr(background, "CLOSE_S", 0.2)
+    monkeypatch.setattr(background, "GOODBYE_S", 60)
+    gate = threading.Event()
+
+    class SendsFiles(Sink):
+        name, is_remote = "sends files", True
+
+        def close(self):
+            gate.wait(60)
+
+    said = []
+    sinks = Sinks([SendsFiles()], warn=said.append)
+    sinks.open(RunFacts("run", tmp_path))
+    sinks.ended(3, reason, 0, "")
+    threading.Timer(0.6, gate.set).start()
+    sinks.close()
+    gate.set()
+    assert len(said) == (reason != "done"), said
+    assert all("it has not ended within 0.2 s" in one for one in said)
+
+
 def test_a_sink_that_takes_long_gets_what_waited_when_the_run_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(background, "MOST_WAITING", 3)
     said, gate = [], threading.Event()

@@ -17,7 +17,8 @@ from duoka.sinks.sink import RunFacts, Sink, StepNumbers
 from duoka.sinks.trouble import Troubles
 
 MOST_WAITING = 1000  # calls: as many steps
-CLOSE_S = 10.0  # to take what is waiting and to say goodbye
+CLOSE_S = 10.0  # to take what waits and, where the run was stopped, to say goodbye: who stops a run waits for it
+GOODBYE_S = 30.0  # of one that is done: a tracker sends files now, each with a few answers from far away
 _Call = Callable[[], None]
 
 
@@ -35,6 +36,7 @@ class Background(Sink):
         self._calls: queue.Queue[_Call | None] = queue.Queue(MOST_WAITING)
         self._is_open = True
         self._num_dropped = 0
+        self._is_done, self._goodbye_began = False, 0.0
         self._thread = threading.Thread(target=self._run, name=f"{MAY_BE_LEFT}-{sink.name}", daemon=True)
 
     def open(self, facts: RunFacts, say: Callable[[str], None]) -> None:
@@ -86,6 +88,7 @@ class Background(Sink):
         """For people in front of this machine."""
 
     def ended(self, step: int, reason: str, exit_code: int, cause: str) -> None:
+        self._is_done = reason == "done"
         self._put(lambda: self._sink.ended(step, reason, exit_code, cause))
 
     def close(self) -> None:
@@ -94,15 +97,23 @@ class Background(Sink):
         deadline = time.monotonic() + CLOSE_S
         left_out = f"; {self._num_dropped:,} calls were left out" if self._num_dropped else ""
         try:
-            self._calls.put(self._sink.close, timeout=CLOSE_S)
+            self._calls.put(self._say_goodbye, timeout=CLOSE_S)
             self._calls.put(None, timeout=max(0.0, deadline - time.monotonic()))
         except queue.Full:
             raise SinkLate(f"it takes nothing any more, and the run ends without it{left_out}") from None
         self._thread.join(max(0.0, deadline - time.monotonic()))
+        patience = CLOSE_S
+        if self._is_done and self._goodbye_began:
+            patience = GOODBYE_S
+            self._thread.join(max(0.0, self._goodbye_began + GOODBYE_S - time.monotonic()))
         if self._thread.is_alive():
-            raise SinkLate(f"it has not ended within {CLOSE_S:g} s, and the run ends without it{left_out}")
+            raise SinkLate(f"it has not ended within {patience:g} s, and the run ends without it{left_out}")
         if self._num_dropped:
             raise SinkLate(f"{self._num_dropped:,} calls were left out in all")
+
+    def _say_goodbye(self) -> None:
+        self._goodbye_began = time.monotonic()
+        self._sink.close()
 
     @property
     def handle(self) -> Any:
