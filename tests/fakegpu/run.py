@@ -28,17 +28,21 @@ def find_compiler():
 
 
 def compile_guard(folder):
+    return compile_beside_torch(HERE / "guard.cpp", folder / "guard.so")
+
+
+def compile_beside_torch(source, library, *more):
+    """`source` as a shared library that is loaded into torch's process."""
     torch = Path(importlib.util.find_spec("torch").origin).parent
-    guard = folder / "guard.so"
     subprocess.run(
         [
-            find_compiler(), "-std=c++20", "-O0", "-shared", "-fPIC", str(HERE / "guard.cpp"), "-o", str(guard),
+            find_compiler(), "-std=c++20", "-O0", "-shared", "-fPIC", str(source), "-o", str(library),
             f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", f"-L{torch}/lib", "-lc10", "-ltorch_cpu",
-            f"-Wl,-rpath,{torch}/lib",
+            *more, f"-Wl,-rpath,{torch}/lib",
         ],
         check=True, timeout=SECONDS,
     )  # fmt: skip
-    return guard
+    return library
 
 
 def run_on_fake_gpu(guard, calls, folder):

@@ -214,6 +214,7 @@ def make_mistakes():
     assert all(error > 1e-3 for error, _ in seen.values()), seen
 
 
+@pytest.mark.nightly
 def test_each_mistake_would_be_seen():
     run_world(4, make_mistakes)
 
@@ -267,5 +268,6 @@ def engine_module():
     return engine
 
 
+@pytest.mark.nightly
 def test_each_mistake_beside_tensor_would_be_seen():
     run_world(4, make_mistakes_beside_tensor)

@@ -368,8 +368,8 @@ def _optimizer_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
     """Temporaries of an optimizer that is not fused: of one tensor at a time on CPU, of all at once on CUDA."""
     if work.deepspeed is not None:
         return deepspeed.step_bytes(work, layout.strategy, layout.state_ranks, share, layout.offload != "none")
-    if work.narrow_weights and not (work.device == "cpu" and work.has_kernels):
-        return NARROW_STEP_BYTES[work.device]
+    if work.narrow_weights:
+        return 0 if work.has_kernels else NARROW_STEP_BYTES[work.device]
     if work.program is not None or work.optimizer == "adamw":
         return 0
     if work.device == "cuda":

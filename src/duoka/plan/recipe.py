@@ -76,7 +76,7 @@ class Work:
     node_ranks: int = 0  # that share a copy of gathered weights until the backward pass
     reshard: Reshard = True  # FSDP: whether weights are given back after each layer's forward pass
     deepspeed: DeepSpeedConfig | None = None  # its switches, where it is the engine
-    has_kernels: bool = True  # compiled ones, on a CPU
+    has_kernels: bool = True  # compiled ones: on a CPU by a C++ compiler, on a GPU by Triton
     has_allocator: bool = True  # on a CPU: tcmalloc or jemalloc, in place of the C library's heap
     thin_gradients: bool = False  # PowerSGD: residuals of this step and the one before, each as large as the gradients
 
