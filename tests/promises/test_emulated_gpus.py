@@ -1,8 +1,11 @@
 """Whole runs on emulated GPUs (tests/emulated) learn what a CPU learns: every layout and stage, step by step."""
 
 import json
+import subprocess
+import sys
 
 import pytest
+from emulated.peaks import ROWS, WIDTH, WORDS
 from emulated.run import compile_gpus, compile_nccl, environment, train_on_gpus, why_not
 from tiny import write_tiny_model
 from worlds import fresh_cache, train_all
@@ -159,6 +162,20 @@ def test_what_a_gpu_holds_is_counted(on_one):
     events = (on_one / "gpu" / "full" / "events" / "rank00000.jsonl").read_text(encoding="utf-8").splitlines()
     peaks = [event["memory_bytes"] for event in map(json.loads, events) if event["type"] == "rank"]
     assert peaks and 2**20 < max(peaks) < 64 * 2**20
+
+
+def test_losses_hold_logits_once_in_each_type(home, library):
+    """A narrow product that still had a name lay beside the slope's narrow copy: half a gigabyte of each GPU."""
+    done = subprocess.run(
+        [sys.executable, "-m", "emulated.peaks"], env=environment(1, library), capture_output=True, text=True,
+        timeout=120, check=True,
+    )  # fmt: skip
+    peaks = json.loads(done.stdout)
+    logits, head, rows = 4 * WORDS * ROWS, WORDS * WIDTH, ROWS * WIDTH
+    beside = 8 * head + 12 * rows  # a narrow head, its gradient in both types; rows and theirs
+    assert peaks["loss"] <= 1.5 * logits + beside, peaks
+    assert peaks["log-probabilities"] <= 1.5 * logits + beside, peaks
+    assert peaks["entropy"] <= 2 * logits + beside, peaks
 
 
 @pytest.mark.nightly

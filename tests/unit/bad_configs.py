@@ -100,11 +100,13 @@ UNKNOWN_KEYS = [
         (3, "it belongs to the top of the file", "at the top:   output"),
     ),
     bad("dots in a file", HEAD + "optim.lr: 1e-4\n", (3, "dots do not open blocks", "under optim:   lr: 0.0001")),
-    bad("nothing near", HEAD + "log: {zzz: 1}\n", (3, "unknown key log.zzz", "known in log: every, samples, to")),
+    bad("nothing near", HEAD + "log: {dept: 1}\n", (3, "unknown key log.dept", "known in log: every, samples, to")),
     bad(
         "in a data set",
-        "model: demo\ndata:\n  train:\n  - nme: identity\n",
+        "model: demo\ndata:\n  train:\n  - {nme: identity, path: a.jsonl, format: text}\n",
         (4, "unknown key data.train[0].nme; did you mean name?", "name: identity"),
+        (4, "unknown key data.train[0].path; duoka calls it data.train.name", "write:   name: a.jsonl"),
+        (4, "data.train[0].format; duoka sees a record's format by its fields", "delete it"),
         (4, "data.train[0].name is missing", "name: identity"),
     ),
     bad(

@@ -52,6 +52,10 @@ _SPECIAL: dict[str, Foreign] = {
     **_same("model.name", "model_name", "model_path", "base_model", "model_id", "pretrained_model"),
     **_same("model.name", "model.path", "model.id", "model.folder", "model.repo"),  # these words in this block only
     **_same("data.train", "data.path", "data.file", "data.files", "data.dataset"),
+    **_same("data.train.name", "data.train.path", "data.train.file", "data.train.data_files", "data.train.dataset"),
+    "data.train.format": Foreign((), "duoka sees a record's format by its fields"),
+    **_same("data.eval.name", "data.eval.path", "data.eval.file", "data.eval.data_files", "data.eval.dataset"),
+    "data.eval.format": Foreign((), "duoka sees a record's format by its fields"),
     **{flag.name: Foreign((flag.key,) if flag.key else (), flag.note, flag.write) for flag in FLAGS},
     **_same("parallel.layout", "layout"),
     **_same("parallel.tensor", "tensor_parallel_size", "tp_degree", "tp"),

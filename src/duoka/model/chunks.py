@@ -217,8 +217,9 @@ def _products(
         for index, factors in enumerate(all_factors):
             part = factors.rows[start:end]
             if part.dtype != buffer.dtype:
-                product = part @ factors.weight.t()
-                logits = logits.copy_(product) if index == 0 else logits.add_(product)
+                # The narrow product has no name, which would keep it beside the slope's own narrow copy.
+                take = logits.copy_ if index == 0 else logits.add_
+                take(part @ factors.weight.t())
             elif index == 0:
                 torch.mm(part, factors.weight.t(), out=logits)
             else:

@@ -86,8 +86,9 @@ class _TokenLogps(torch.autograd.Function):
                 logps[here] = picked - log_total
                 norms[here] = peak.squeeze(1) + log_total
                 if others is not None and more == "entropy":
-                    (mean,) = vocabulary.total((powers * logits).sum(dim=-1))
+                    (mean,) = vocabulary.total(powers.mul_(logits).sum(dim=-1))
                     others[here] = log_total - mean / total
+                del powers  # it may be as large as the logits, and the next chunk makes another
         ctx.save_for_backward(*inputs, labels, norms, others if more == "entropy" else None)
         ctx.bend, ctx.vocabulary = bend, vocabulary
         return logps, others
@@ -105,8 +106,9 @@ class _TokenLogps(torch.autograd.Function):
                 logits.sub_(norms[here, None])  # log p of every word
                 factor = -by_logp[here, None]
                 if entropy is not None and by_entropy is not None:
-                    factor = factor - by_entropy[here, None] * (logits + entropy[here, None])
+                    factor = (logits + entropy[here, None]).mul_(-by_entropy[here, None]).add_(factor)
                 logits.exp_().mul_(factor)
+                del factor  # not beside what learning takes
                 ctx.vocabulary.add_at_(logits, labels[here], by_logp[here, None])
                 head.learn(chunk)
         gradients = zip(head.gradients(), inputs, strict=True)

@@ -1,0 +1,37 @@
+"""What losses over chunks of logits take of an emulated GPU at most, beside what was held before. Prints JSON."""
+
+import json
+
+import torch
+
+from duoka.model.logps import token_logps
+from duoka.model.loss import sum_cross_entropy
+
+WORDS, WIDTH, ROWS = 8192, 64, 512
+
+
+def measure(compute):
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(WORDS, WIDTH).cuda())
+    hidden = torch.randn(1, ROWS, WIDTH).cuda().requires_grad_()
+    labels = torch.randint(0, WORDS, (1, ROWS)).cuda()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.autocast("cuda", torch.bfloat16):
+        total = compute(hidden, weight, labels)
+    total.backward()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def add_entropy(hidden, weight, labels):
+    logps, entropy = token_logps(hidden, weight, labels, more="entropy")
+    return logps.sum() + entropy.sum()
+
+
+if __name__ == "__main__":
+    losses = {
+        "loss": lambda *inputs: sum_cross_entropy(*inputs)[0],
+        "log-probabilities": lambda *inputs: token_logps(*inputs)[0].sum(),
+        "entropy": add_entropy,
+    }
+    print(json.dumps({name: measure(compute) for name, compute in losses.items()}))
