@@ -4,6 +4,7 @@ import json
 
 import torch
 
+from duoka.model import chunks
 from duoka.model.logps import token_logps
 from duoka.model.loss import sum_cross_entropy
 
@@ -28,10 +29,17 @@ def add_entropy(hidden, weight, labels):
     return logps.sum() + entropy.sum()
 
 
+def cap_softly(hidden, weight, labels):
+    """In four chunks: each has a slope of the cap, as large as its logits."""
+    chunks.GPU_CHUNK_BYTES = 4 * WORDS * ROWS // 4
+    return sum_cross_entropy(hidden, weight, labels, bend=chunks.Bend(softcap=30.0))[0]
+
+
 if __name__ == "__main__":
     losses = {
         "loss": lambda *inputs: sum_cross_entropy(*inputs)[0],
         "log-probabilities": lambda *inputs: token_logps(*inputs)[0].sum(),
         "entropy": add_entropy,
+        "soft cap": cap_softly,
     }
     print(json.dumps({name: measure(compute) for name, compute in losses.items()}))

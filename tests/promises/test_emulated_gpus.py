@@ -176,6 +176,7 @@ def test_losses_hold_logits_once_in_each_type(home, library):
     assert peaks["loss"] <= 1.5 * logits + beside, peaks
     assert peaks["log-probabilities"] <= 1.5 * logits + beside, peaks
     assert peaks["entropy"] <= 2 * logits + beside, peaks
+    assert peaks["soft cap"] <= 2.5 * logits / 4 + beside, peaks
 
 
 @pytest.mark.nightly

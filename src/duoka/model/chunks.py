@@ -106,7 +106,6 @@ class Chunk:
     """Logits of rows `start` to `end`, bent, in a buffer that the next chunk overwrites: a loss may work in place."""
 
     logits: torch.Tensor
-    softcap_slope: torch.Tensor | None
     start: int
     end: int
 
@@ -137,19 +136,22 @@ class ChunkedLogits:
         if low_rows is not None and low_weight is not None:
             self._factors.append(_Factors(low_rows, low_weight, *wanted[3:5]))
         bias = self.bias
+        self._softcap_slope: torch.Tensor | None = None  # of the chunk that is being learned
         self._bias_grad = torch.zeros_like(bias, dtype=wide(bias)) if bias is not None and wanted[2] else None
 
     def chunks(self) -> Iterator[Chunk]:
         for logits, start, end in _products(self._factors, self._most_words, self._logits_dtype):
             if self.bias is not None:
                 logits += self.bias
-            yield Chunk(logits, _bend_(logits, self.bend), start, end)
+            self._softcap_slope = None  # the last chunk's goes first: it is as large as the logits
+            self._softcap_slope = _bend_(logits, self.bend, wants_slope=self.wants_any)
+            yield Chunk(logits, start, end)
 
     def learn(self, chunk: Chunk) -> None:
         """Add to the gradients; the chunk's logits have become the slope of the loss by them."""
         slope = chunk.logits
-        if chunk.softcap_slope is not None:
-            slope *= chunk.softcap_slope
+        if self._softcap_slope is not None:
+            slope *= self._softcap_slope
         if self.bend.scale != 1.0:
             slope *= self.bend.scale
         if self._bias_grad is not None:
@@ -227,14 +229,14 @@ def _products(
         yield logits, start, end
 
 
-def _bend_(logits: torch.Tensor, bend: Bend) -> torch.Tensor | None:
-    """Bend in place; returns the softcap's slope where there is one."""
+def _bend_(logits: torch.Tensor, bend: Bend, *, wants_slope: bool) -> torch.Tensor | None:
+    """Bend in place; returns the softcap's slope where there is one and it is wanted."""
     if bend.scale != 1.0:
         logits *= bend.scale
     if bend.softcap is None:
         return None
     logits.div_(bend.softcap).tanh_()
-    slope = (logits * logits).neg_().add_(1.0)
+    slope = (logits * logits).neg_().add_(1.0) if wants_slope else None
     logits *= bend.softcap
     return slope
 
