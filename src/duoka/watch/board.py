@@ -22,7 +22,7 @@ from duoka.runs.folder import RunFolder, open_plain
 from duoka.runs.status import read_status
 from duoka.watch.columns import number, whole
 from duoka.watch.differences import find_differences
-from duoka.watch.follow import FollowedRun
+from duoka.watch.follow import FollowedRun, Pace
 from duoka.watch.heat import HeatMap
 from duoka.watch.history import History
 from duoka.watch.ranks import sample_events
@@ -66,6 +66,7 @@ class Board:
         self._curves: dict[Path, _Curves] = {}
         self._heat: dict[Path, HeatMap] = {}
         self._heat_at: dict[Path, float] = {}
+        self._pace = Pace(2.0, _PACE)
         self._met: dict[Path, tuple[float, float]] = {}  # of files of the future: their time, and ours when first seen
 
     # --- which runs ---
@@ -120,8 +121,8 @@ class Board:
             answer["focus"] = self._focus(focus, asked, is_new=version != asked.since)
         answer["share_read"] = {name: one.share_read for name, one in chosen.items()}
         answer["is_behind"] = any(one.is_behind for one in (*chosen.values(), *([focus] if focus else [])))
-        cost_s = time.thread_time() - before
-        answer["next_s"] = 0.0 if answer["is_behind"] else round(max(2.0, _PACE * cost_s), 2)
+        next_s = self._pace.next_s(time.thread_time() - before, is_behind=answer["is_behind"])
+        answer["next_s"] = round(next_s, 2)
         return answer
 
     def _age_s(self, run: RunFolder) -> float:

@@ -24,6 +24,19 @@ _PACE = 200.0
 _CHUNK_BYTES = 2**20
 
 
+class Pace:
+    """When to look again, by what looks cost: the cheaper one of two, so that a first look, or one in which Python
+    collected its garbage, does not put the next off for half a minute."""
+
+    def __init__(self, least_s: float, times: float) -> None:
+        self._least_s, self._times = least_s, times
+        self._last_s = 0.0
+
+    def next_s(self, cost_s: float, *, is_behind: bool) -> float:
+        cheaper_s, self._last_s = min(cost_s, self._last_s), 0.0 if is_behind else cost_s
+        return 0.0 if is_behind else max(self._least_s, self._times * cheaper_s)
+
+
 class FollowedRun:
     """`version` changes with everything that a look has found new."""
 
@@ -33,7 +46,8 @@ class FollowedRun:
         self.is_behind = True  # some of the log has not been read yet
         self.share_read = 0.0
         self._stamps: dict[Path, tuple[int, int]] = {}
-        self._cost_s = 0.0
+        self._pace = Pace(LEAST_S, _PACE)
+        self.next_look_s = LEAST_S
         self._ranks: list[RankTail] = []
         self._ranks_at = -1.0
         self._ranks_cost_s = 0.0
@@ -54,7 +68,7 @@ class FollowedRun:
             if not self.is_behind or time.perf_counter() - began > budget_s:
                 break
         self._read_small_files()
-        self._cost_s = time.thread_time() - before
+        self.next_look_s = self._pace.next_s(time.thread_time() - before, is_behind=self.is_behind)
 
     def _read_chunk(self) -> None:
         events = self._tail.read(_CHUNK_BYTES)
@@ -118,7 +132,3 @@ class FollowedRun:
         except OSError:
             return 0.0
         return 0.0 if self.last_t is None else self.last_t - written
-
-    @property
-    def next_look_s(self) -> float:
-        return max(LEAST_S, _PACE * self._cost_s)
