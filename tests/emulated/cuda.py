@@ -6,6 +6,7 @@ import os
 import time
 from types import SimpleNamespace
 
+import idle_streams
 import torch
 
 from emulated import kernels
@@ -54,55 +55,20 @@ def _index(device=None):
     return _library.emulated_current() if index is None else index
 
 
-class Stream:
-    """Everything is done when it was asked for."""
-
-    cuda_stream = 0
-
+class Stream(idle_streams.Stream):
     def __init__(self, device=None, priority=0):
         self.device = torch.device("cuda", _index(device))
-
-    def wait_event(self, event):
-        pass
-
-    def wait_stream(self, stream):
-        pass
-
-    def synchronize(self):
-        pass
-
-    def query(self):
-        return True
-
-    def is_capturing(self):
-        return False
 
     def record_event(self, event=None):
         return (event or Event()).record()
 
-    def __enter__(self):
-        return self
 
-    def __exit__(self, *error):
-        pass
-
-
-class Event:
-    def __init__(self, *args, **kwargs):
-        self.at = 0.0
+class Event(idle_streams.Event):
+    at = 0.0
 
     def record(self, stream=None):
         self.at = time.perf_counter()
         return self
-
-    def wait(self, stream=None):
-        pass
-
-    def query(self):
-        return True
-
-    def synchronize(self):
-        pass
 
     def elapsed_time(self, other):
         return max(1e-3, (other.at - self.at) * 1000)

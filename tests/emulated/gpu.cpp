@@ -49,6 +49,7 @@ class Guard final : public c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   void uncheckedSetDevice(Device device) const noexcept override { current = device.index(); }
   Stream getStream(Device device) const noexcept override { return Stream(Stream::DEFAULT, device); }
   Stream getNewStream(Device device, int) const override { return Stream(Stream::DEFAULT, device); }
+  Stream getStreamFromGlobalPool(Device device, bool) const override { return Stream(Stream::DEFAULT, device); }
   Stream exchangeStream(Stream stream) const noexcept override { return stream; }
   void record(void** event, const Stream&, DeviceIndex, c10::EventFlag) const override { *event = &marker_; }
   void block(void*, const Stream&) const override {}

@@ -1,4 +1,4 @@
-"""What CUDA builds of torch have beside operators: attention over documents in one launch, NCCL, copies to all GPUs."""
+"""What CUDA builds of torch have beside operators: kernels that are several on a CPU, NCCL, copies to all GPUs."""
 
 import importlib.util
 import os
@@ -14,6 +14,7 @@ def provide():
     """Put all of it in its place."""
     _provide_nccl()
     _provide_copies()
+    _provide_norm()
     _provide_attention()
 
 
@@ -66,6 +67,29 @@ def _provide_copies():
     torch._C._broadcast_coalesced = lambda tensors, devices, size=0: [
         list(one) for one in zip(*(broadcast(tensor, devices) for tensor in tensors), strict=True)
     ]
+
+
+def _provide_norm():
+    """RMS norm as one kernel, whose backward pass keeps the input and a number a row; a CPU build takes it apart."""
+
+    def forward(rows, shape, weight=None, eps=None):
+        wide = rows.cpu().float()
+        scale = (wide.pow(2).mean(-1, keepdim=True) + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
+        out = wide * scale if weight is None else wide * scale * weight.cpu().float()
+        return out.to(rows.dtype).to(rows.device), scale.to(rows.device)
+
+    def backward(slope, rows, shape, scale, weight, wanted):
+        slope, wide, scale = slope.cpu().float(), rows.cpu().float(), scale.cpu()
+        normed = wide * scale
+        by_normed = slope if weight is None else slope * weight.cpu().float()
+        by_rows = (by_normed - normed * (by_normed * normed).mean(-1, keepdim=True)) * scale
+        by_weight = None if weight is None else (slope * normed).flatten(0, -2).sum(0).to(weight.dtype).to(rows.device)
+        return by_rows.to(rows.dtype).to(rows.device), by_weight
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm", forward, "CUDA")
+    library.impl("_fused_rms_norm_backward", backward, "CUDA")
+    _provide_norm.kept = library
 
 
 def _provide_attention():

@@ -12,7 +12,7 @@ from worlds import fresh_cache, train_all
 
 pytestmark = pytest.mark.timeout(420)
 
-EXACT, HALF = 2e-5, 2e-2
+EXACT, NEAR, HALF = 2e-5, 2e-3, 2e-2
 YAML = """\
 model: tiny
 data: {{train: {data}, max_length: 256, eval: 0.1}}
@@ -20,13 +20,14 @@ train: {{max_steps: 3, global_batch: 8, precision: fp32}}
 checkpoint: {{every: 2}}
 """
 FULL, LORA = [], ["lora.rank=4"]
-BF16 = ["train.precision=bf16"]
+BF16, FP16 = ["train.precision=bf16"], ["train.precision=fp16"]
 # name -> (file, overrides, how near); all on one GPU.
 ONE = {
     "full": ("sft", FULL, EXACT),
     "bf16, selective": ("sft", [*BF16, "train.recompute=selective"], HALF),
     "lora, bf16": ("sft", [*LORA, *BF16], HALF),
     "bf16 weights": ("sft", ["train.weights=bf16", *BF16], HALF),
+    "fp16": ("sft", FP16, NEAR),
     "optimizer in host memory": ("sft", ["parallel.offload=optimizer"], EXACT),
     "activations in host memory": ("sft", ["parallel.offload={activations: host}"], EXACT),
     "dpo": ("dpo", FULL, EXACT),
@@ -39,6 +40,7 @@ TWO = {
     "zero2, optimizer in host memory": ("sft", ["parallel.strategy=zero2", "parallel.offload=optimizer"], EXACT),
     "fsdp, lora": ("sft", ["parallel.strategy=fsdp", *LORA], EXACT),
     "fsdp, bf16, recompute": ("sft", ["parallel.strategy=fsdp", "train.recompute=full", *BF16], HALF),
+    "zero2, fp16": ("sft", ["parallel.strategy=zero2", *FP16], NEAR),
     "fsdp, weights in host memory": ("sft", ["parallel.strategy=fsdp", "parallel.offload=params"], EXACT),
     "tensor": ("sft", ["parallel.tensor=2"], EXACT),
     "pipeline": ("sft", ["parallel.pipeline=2"], EXACT),
@@ -48,6 +50,7 @@ TWO = {
     "rl, fsdp, kl": ("rl", ["parallel.strategy=fsdp", "rl.kl=0.1"], EXACT),
 }
 DEEPSPEED = {
+    "DeepSpeed, zero1": ("sft", ["parallel.engine=deepspeed", "parallel.strategy=zero1"], EXACT),
     "DeepSpeed, zero2": ("sft", ["parallel.engine=deepspeed", "parallel.strategy=zero2"], EXACT),
     "DeepSpeed, zero3, lora": ("sft", ["parallel.engine=deepspeed", "parallel.strategy=zero3", *LORA], EXACT),
 }
@@ -104,9 +107,9 @@ def jobs_of(cases, folder, home):
 
 
 def learn_here(cases, home):
-    """What one process on the CPU learns; layouts are not its business."""
+    """What one process on the CPU learns: layouts are not its business, and fp16 is not its type."""
     alone = {
-        name: (yaml, [one for one in overrides if not one.startswith("parallel.")], near)
+        name: (yaml, [one for one in overrides if not one.startswith("parallel.") and one not in FP16], near)
         for name, (yaml, overrides, near) in cases.items()
     }
     train_all([(str(yaml), more, str(folder)) for yaml, more, folder in jobs_of(alone, home / "cpu", home)], 1)

@@ -100,7 +100,7 @@ UNKNOWN_KEYS = [
         (3, "it belongs to the top of the file", "at the top:   output"),
     ),
     bad("dots in a file", HEAD + "optim.lr: 1e-4\n", (3, "dots do not open blocks", "under optim:   lr: 0.0001")),
-    bad("nothing near", HEAD + "log: {dept: 1}\n", (3, "unknown key log.dept", "known in log: every, samples, to")),
+    bad("nothing near", HEAD + "log: {zzz: 1}\n", (3, "unknown key log.zzz", "known in log: every, samples, to")),
     bad(
         "in a data set",
         "model: demo\ndata:\n  train:\n  - {nme: identity, path: a.jsonl, format: text}\n",

@@ -153,3 +153,11 @@ def test_no_message_carries_terminal_codes_or_the_bom(tmp_path: Path) -> None:
 def test_a_required_key_under_a_wrong_name_is_not_missing_too(tmp_path: Path, text: str) -> None:
     (fault,) = faults_of(tmp_path, text)
     assert "unknown key" in fault.what
+
+
+@pytest.mark.parametrize("side", ["train", "eval"])
+def test_a_word_in_a_data_set_is_taken_for_no_key_of_another_block(tmp_path: Path, side: str) -> None:
+    sets = {"train": "[identity]", "eval": "[other]", side: "[{name: another, dept: 3}]"}
+    text = f"model: demo\ndata:\n  train: {sets['train']}\n  eval: {sets['eval']}\n"
+    fault = faults_of(tmp_path, text)[0]
+    assert fault.what == f"unknown key data.{side}[0].dept" and fault.fix.startswith(f"known in data.{side}[0]: name")

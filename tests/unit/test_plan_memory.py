@@ -13,7 +13,7 @@ from duoka.optim.build import build_optimizer
 from duoka.plan.activations import LOSS_CHUNK_BYTES, LOSS_CHUNK_ROWS
 from duoka.plan.compiler import SWITCH, has_kernels
 from duoka.plan.layout import Layout
-from duoka.plan.memory import CPU_FRAMEWORK_BYTES, estimate_memory
+from duoka.plan.memory import CPU_FRAMEWORK_BYTES, NARROW_STEP_BYTES, estimate_memory
 from duoka.plan.recipe import Work, static_memory
 from duoka.plan.shape import shape_from_config
 from duoka.units import Amount
@@ -138,8 +138,8 @@ def test_bf16_weights_take_half(recompute):
     assert static_memory(narrow, layout).total_bytes == static_memory(wide, layout).total_bytes / 2
 
 
-@pytest.mark.parametrize(("dropout", "allowed"), [(None, 0.05), (0.05, 0.1)])  # adapters are planned 8% too high
-def test_without_compiled_kernels_a_step_keeps_more(dropout, allowed, monkeypatch, request):
+@pytest.mark.parametrize("dropout", [None, 0.05])
+def test_without_compiled_kernels_a_step_keeps_more(dropout, monkeypatch, request):
     request.addfinalizer(native.forget)
     monkeypatch.setenv(SWITCH, "0")
     native.forget()
@@ -148,7 +148,7 @@ def test_without_compiled_kernels_a_step_keeps_more(dropout, allowed, monkeypatc
     memory = estimate_memory(Work(SHAPE, lora, has_kernels=has_kernels()), layout, TOKENS, later=0)
     predicted = memory.peak_bytes - CPU_FRAMEWORK_BYTES[1]
     measured = measured_peak(lora, "bf16", "none")
-    assert abs(predicted / measured - 1) < allowed, (
+    assert abs(predicted / measured - 1) < 0.05, (
         f"{predicted / 2**20:.1f} MiB predicted, {measured / 2**20:.1f} measured"
     )
     with_them = estimate_memory(Work(SHAPE, lora), layout, TOKENS, later=0)
@@ -213,3 +213,10 @@ def test_a_reference_beside_the_model_is_weights_and_a_forward_pass():
         more = static_memory(beside, layout).weights_bytes - static_memory(alone, layout).weights_bytes
         assert abs(more - 4 * SHAPE.num_parameters // ranks) <= 1
     assert model_flops_per_token(beside, 64) == pytest.approx(model_flops_per_token(alone, 64) * 4 / 3)
+
+
+def test_the_update_of_bf16_weights_on_a_gpu_takes_room_only_without_triton():
+    layout = Layout(precision="bf16", micro=Amount(TOKENS, "tokens"))
+    with_it, without = (Work(SHAPE, None, "cuda", narrow_weights=True, has_kernels=is_so) for is_so in (True, False))
+    peaks = [estimate_memory(work, layout, TOKENS, later=0).moments["optimizer step"] for work in (with_it, without)]
+    assert peaks[1] - peaks[0] == NARROW_STEP_BYTES["cuda"]

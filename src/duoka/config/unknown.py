@@ -148,7 +148,8 @@ def _advice(word: str, value: Tree, name: str, shown: str) -> tuple[str, str]:
     for guess in difflib.get_close_matches(low, long, n=1, cutoff=0.85):
         return _foreign_advice(foreign_names()[guess], value, name)
     every = {_last(key.name): key for key in reversed(keys.values()) if key.name.count(".") <= 1}
-    guess = None if is_secret(word) or name else nearest(low, every)  # in a block, its own keys say more
+    is_set = name in ("data.train.", "data.eval.")  # no other block's key is meant in one of a list
+    guess = None if is_secret(word) or is_set else nearest(low, every)
     if guess:
         return f"; did you mean {every[guess].name}?", _fix(every[guess], value, name)
     names = ", ".join(_last(key.name) for key in here)

@@ -47,6 +47,8 @@ _NARROW_RULES: Mapping[bool, ActivationRule] = {
     False: ActivationRule(16, 4, 4),
     True: ActivationRule(12, 4, 6, rank=2),
 }
+# Adapters in half precision on a CPU without that compiler: their base's stream is narrow too.
+_UNCOMPILED_LORA_RULE = ActivationRule(16, 4, 6, rank=2)
 
 
 def is_narrow(work: Work, layout: Layout) -> bool:
@@ -105,6 +107,8 @@ def _kept_by_duoka(work: Work, layout: Layout, length: int) -> tuple[float, floa
     narrow = is_narrow(work, layout)
     is_fp8 = layout.precision == "fp8"
     rule = _NARROW_RULES[work.lora is not None] if narrow else _RULES[work.lora is not None, half]
+    if work.lora is not None and half and work.device == "cpu" and not narrow:
+        rule = _UNCOMPILED_LORA_RULE
     if work.narrow_weights:
         rule = replace(rule, hidden=rule.hidden - 4)  # what two norms read
     rule = _FP8_RULE if is_fp8 else rule
