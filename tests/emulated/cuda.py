@@ -35,6 +35,7 @@ def answer(library):
     torch.cuda.random.get_rng_state, torch.cuda.random.set_rng_state = _rng_state, _set_rng_state
     torch.accelerator.current_stream = lambda device=None: Stream(device)
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    torch.backends.cuda.is_flash_attention_available = lambda: True
     torch.cuda.nvtx._nvtx = _Silent()
     torch.cuda.nccl.version = lambda: (2, 28, 3)
     # What the compiler's code asks for when it is imported, and nothing calls here.

@@ -266,17 +266,23 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack, true);
 }
 
-// Attention as its definition: the choice among kernels asks for a table that a CPU build has no CUDA row of.
+// As CUDA builds choose from Ampere on: FlashAttention in half precision without a mask, grouped heads or not; else the
+// memory-efficient kernel, which knows no grouped heads; else the definition, which keeps all scores.
+bool is_fused(const Tensor& query, const Tensor& key, const std::optional<Tensor>& mask, double dropout, bool grouped) {
+  bool half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
+  bool flash = half && !(mask && mask->defined()) && query.size(-1) <= 256;
+  return query.dim() == 4 && dropout == 0 && (flash || !grouped || query.size(1) == key.size(1));
+}
 Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
               double dropout, bool causal, std::optional<double> scale, bool grouped) {
   auto added = mask;
   if (mask && mask->defined() && mask->scalar_type() == at::kBool)
     added = at::zeros_like(*mask, query.options()).masked_fill(mask->logical_not(), -INFINITY);
+  if (is_fused(query, key, mask, dropout, grouped))  // what is kept is the same for the CPU's kernel
+    return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, 0, causal, added, scale));
   return std::get<0>(
       at::_scaled_dot_product_attention_math(query, key, value, added, dropout, causal, {}, scale, grouped));
 }
-int64_t choose(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
-               std::optional<double>, bool) { return 0; }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
@@ -296,7 +302,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
   m.impl("set_", &at::native::set_cpu_);
-  m.impl("_fused_sdp_choice", &choose);
   m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }

@@ -1,14 +1,15 @@
-"""What losses over chunks of logits take of an emulated GPU at most, beside what was held before. Prints JSON."""
+"""What losses over chunks of logits, and attention, take of an emulated GPU beside what was held before. Prints JSON."""
 
 import json
 
 import torch
 
 from duoka.model import chunks
+from duoka.model.attention import attend
 from duoka.model.logps import token_logps
 from duoka.model.loss import sum_cross_entropy
 
-WORDS, WIDTH, ROWS = 8192, 64, 512
+WORDS, WIDTH, ROWS, TOKENS = 8192, 64, 512, 1024
 
 
 def measure(compute):
@@ -35,6 +36,18 @@ def cap_softly(hidden, weight, labels):
     return sum_cross_entropy(hidden, weight, labels, bend=chunks.Bend(softcap=30.0))[0]
 
 
+def attend_to(tokens, dtype, **how):
+    """Bytes of a document whose heads share keys, forward and backward."""
+    rows = {
+        name: torch.randn(1, heads, tokens, 32, dtype=dtype).cuda().requires_grad_()
+        for name, heads in (("query", 8), ("key", 2), ("value", 2))
+    }
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    attend(torch.nn.Module(), **rows, attention_mask=None, **how)[0].square().sum().backward()
+    return torch.cuda.max_memory_allocated() - before
+
+
 if __name__ == "__main__":
     losses = {
         "loss": lambda *inputs: sum_cross_entropy(*inputs)[0],
@@ -42,4 +55,7 @@ if __name__ == "__main__":
         "entropy": add_entropy,
         "soft cap": cap_softly,
     }
-    print(json.dumps({name: measure(compute) for name, compute in losses.items()}))
+    peaks = {name: measure(compute) for name, compute in losses.items()}
+    peaks["attention in fp32"] = attend_to(TOKENS, torch.float32)
+    peaks["attention within a window"] = attend_to(TOKENS, torch.bfloat16, sliding_window=TOKENS // 2)
+    print(json.dumps(peaks))

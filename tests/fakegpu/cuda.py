@@ -65,6 +65,7 @@ def answer_for_one_gpu():
         setattr(torch.cuda, name, answer)
     torch.accelerator.current_stream = lambda device=None: only
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    torch.backends.cuda.is_flash_attention_available = lambda: True
     torch.utils._foreach_utils._foreach_supported_types.append(FakeTensor)
     FakeTensor.tolist = _read_all
     _have_kernels()

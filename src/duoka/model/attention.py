@@ -22,7 +22,8 @@ import torch.nn.functional as F
 
 from duoka.model import native
 from duoka.model.documents import Documents
-from duoka.model.one_document import UNSAID, Scoring, attend_document, attend_stretch, find_window
+from duoka.model.dtypes import computed_in
+from duoka.model.one_document import UNSAID, Scoring, attend_document, attend_stretch, find_window, share_keys
 from duoka.model.prefixes import take_keys
 
 NAME = "duoka"
@@ -129,7 +130,7 @@ def attend(
     Of a row whose `documents` nobody measured, they are told by `cu_seq_lens_q`, as other attentions take them.
     """
     if documents is not None and documents.keys is not None:
-        key, value = (take_keys(states.to(_dtype_of(states)), documents.keys.uses) for states in (key, value))
+        key, value = (take_keys(states.to(computed_in(states)), documents.keys.uses) for states in (key, value))
     elif query.shape[2] != key.shape[2]:
         raise RuntimeError("duoka's attention is for training; load the model with attention='sdpa' to generate")
     if documents is None and cu_seq_lens_q is not None:
@@ -151,7 +152,7 @@ def _attend_by_own_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | None, how: Scoring
 ) -> torch.Tensor | None:
     """On a CPU, all documents in one call; None where that kernel does not know the case."""
-    dtype = _dtype_of(query)
+    dtype = computed_in(query)
     if query.device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or how.is_written_out:
         return None
     rows, _, tokens, dim = query.shape
@@ -189,6 +190,8 @@ def _attend_apart(
 ) -> torch.Tensor:
     """One call per document: a quadratic cost of each document's length instead of the whole row's."""
     # Split, not sliced: the gradient of a slice is as large as the row.
+    if not how.is_written_out:
+        key, value = share_keys(query, key, value)
     lengths = documents.lengths.tolist()
     held = lengths if documents.keys is None else documents.keys.lengths.tolist()
     apart = zip(query.split(lengths, dim=2), key.split(held, dim=2), value.split(held, dim=2), strict=True)
@@ -218,7 +221,7 @@ def _attend_together(
 ) -> torch.Tensor:
     """Of the stretch of each row that this rank has, among ranks that have the others; `documents` are whole rows'."""
     # What is exchanged is as narrow as what attention computes in.
-    query, key, value = (tensor.to(_dtype_of(tensor)) for tensor in (query, key, value))
+    query, key, value = (tensor.to(computed_in(tensor)) for tensor in (query, key, value))
     num_heads, tokens = query.shape[1:3]
     deals = exchange.deals_heads(num_heads)
     first_head = exchange.rank * num_heads // exchange.size if deals else 0
@@ -260,7 +263,7 @@ def attend_all_documents(
     """One packed row in one launch: (1, heads, tokens, head_dim) in, (1, tokens, heads, head_dim) out."""
     varlen: Any = find_varlen()
     edges, longest = documents.both_edges, documents.longest_key
-    dtype = _dtype_of(query)
+    dtype = computed_in(query)
     # Squeezed, not indexed: the gradient of an index is a row of zeros that is written first.
     flat = [tensor.squeeze(0).transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value)]
     # A window counts the token itself; the kernel counts what lies before it.
@@ -295,7 +298,7 @@ def has_kernel_for(query: torch.Tensor, how: Scoring, documents: Documents) -> b
     if not query.is_cuda or query.shape[0] != 1 or how.is_written_out:
         return False
     case: Case = "plain" if documents.keys is None else "prefixes"
-    return not why_no_kernel(query.device, _dtype_of(query), query.shape[-1], case)
+    return not why_no_kernel(query.device, computed_in(query), query.shape[-1], case)
 
 
 def why_no_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, case: Case = "plain") -> str:
@@ -314,12 +317,6 @@ def why_no_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, case:
     return (
         f"its kernel knows no {'empty documents' if case == 'room' else 'documents that see more keys than they ask'}"
     )
-
-
-def _dtype_of(tensor: torch.Tensor) -> torch.dtype:
-    """What attention computes in: rotary tables widen queries and keys, and autocast narrows them again."""
-    kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 Case = Literal["plain", "room", "prefixes"]

@@ -18,6 +18,12 @@ _WIDE: dict[torch.dtype, tuple[str, ...]] = {
 }
 
 
+def computed_in(tensor: torch.Tensor) -> torch.dtype:
+    """What a product of it, and attention, has: autocast narrows, also what rotary tables have widened."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
 def stays_wide(lm: torch.nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
     """By name, which tensors of a transformers model are fp32 beside others of `dtype`, in memory and in its files.
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from duoka.model.dtypes import computed_in
 from duoka.plan.hardware import has_cpu_bf16
 from duoka.torch_private import FakeTensor
 
@@ -85,7 +86,7 @@ def mix(
     flat = top_k_index.reshape(-1)
     order = flat.argsort(stable=True)
     counts = flat.new_zeros(module.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
-    rows = hidden_states[order // chosen].to(_dtype_of(hidden_states))
+    rows = hidden_states[order // chosen].to(computed_in(hidden_states))
 
     def own(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         return compute_experts(module, rows, counts)
@@ -100,7 +101,7 @@ def mix(
 
 def compute_experts(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Rows that lie expert after expert, `counts` of each, through the experts that this rank has: (rows, dim)."""
-    kind, dtype = rows.device.type, _dtype_of(rows)
+    kind, dtype = rows.device.type, computed_in(rows)
     first = "gate_up_proj" if module.has_gate else "up_proj"
     weights = {name: _here(getattr(module, name)) for name in (first, "down_proj")}
     biases = {name: _here(getattr(module, f"{name}_bias")) if module.has_bias else None for name in weights}
@@ -142,12 +143,6 @@ def sizes_of(counts: torch.Tensor, total: int) -> list[int]:
         return found
     each, more = divmod(total, len(counts))
     return [each + (place < more) for place in range(len(counts))]
-
-
-def _dtype_of(rows: torch.Tensor) -> torch.dtype:
-    """What products compute in, and rows travel in."""
-    kind = rows.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
 
 
 def _here(parameter: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from duoka.model.chunks import STRAIGHT
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.fused import fused_parts
 from duoka.model.layers import Absent
+from duoka.model.one_document import has_flash
 from duoka.plan.kernels import BENT, LIGER_PARTS, USUAL, Facts, why_no_plain_loss
 from duoka.plan.layout import Layout
 from duoka.plan.prefixes import may_share
@@ -33,6 +34,7 @@ def agree_on_kernels(
     `gather` gives what every rank said.
     """
     if device.type == "cuda":
+        has_flash(device)
         sizes = gpu_kernels.Sizes(
             shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate_size,
             shape.vocab_size,

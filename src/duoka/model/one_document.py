@@ -15,10 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from duoka.model.dtypes import computed_in
+
 # So many scores at once, of what no kernel of torch knows; and so much of the mask that queries need whose document
 # begins on another rank.
 SCORES_AT_ONCE = 2**24
 UNSAID = -1  # the window of a layer that leaves it to a mask, which is not made beside our attention
+_HALF = (torch.float16, torch.bfloat16)
 _MASK_OF_WINDOW = "create_sliding_window_causal_mask"  # transformers' name
 
 
@@ -76,20 +79,62 @@ def _attend_once(
 ) -> torch.Tensor:
     tokens = query.shape[2]
     far = how.window is not None and before + tokens > how.window
-    grouped = query.shape[1] != key.shape[1]
     if not how.is_written_out:
         mask = _window_mask(tokens, before, how.window if far else None, query.device) if far or before else None
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=how.scaling, enable_gqa=grouped,
-        )  # fmt: skip
-    if grouped:
-        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+        return attend_by_torch(query, key, value, mask, how.scaling)
+    if query.shape[1] != key.shape[1]:
+        key, value = _repeat_heads(query, key, value)
     scores = query @ key.transpose(2, 3) * (how.scaling if how.scaling is not None else query.shape[-1] ** -0.5)
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
     mask = _window_mask(tokens, before, how.window if far else None, query.device)
     weights = softmax_beside(scores.masked_fill(~mask, float("-inf")), how.sinks).to(query.dtype)
     return (weights if how.drop is None else how.drop(weights, first_key + before, first_key)) @ value
+
+
+def attend_by_torch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    """Without a mask, each token looks at itself and before."""
+    key, value = share_keys(query, key, value, mask)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+
+
+# By GPU: whether torch's FlashAttention runs there.
+_HAS_FLASH: dict[torch.device, bool] = {}
+
+
+def has_flash(device: torch.device) -> bool:
+    """Ask before layers are compiled, which read the answer: a call into CUDA's driver would end their graph."""
+    if device not in _HAS_FLASH and not torch.compiler.is_compiling():
+        _HAS_FLASH[device] = (
+            torch.version.hip is None
+            and torch.backends.cuda.is_flash_attention_available()
+            and torch.cuda.get_device_capability(device) >= (8, 0)
+        )
+    return _HAS_FLASH.get(device, False)
+
+
+def share_keys(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values by the heads that torch's attention asks for.
+
+    Of its fused kernels on a GPU only FlashAttention knows heads that share keys. Where that is not taken (fp32, masks,
+    GPUs before Ampere) torch would compute by definition, and keep a document's scores: there each head has its own.
+    """
+    if not query.is_cuda or query.shape[1] == key.shape[1]:
+        return key, value
+    is_flash = mask is None and computed_in(query) in _HALF and query.shape[-1] == value.shape[-1] <= 256
+    return (key, value) if is_flash and has_flash(query.device) else _repeat_heads(query, key, value)
+
+
+def _repeat_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    times = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
 
 def softmax_beside(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

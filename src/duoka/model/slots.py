@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from duoka.model import native
 from duoka.model.decode import attend_rows
-from duoka.model.one_document import UNSAID, Scoring, attend_document, find_window
+from duoka.model.one_document import UNSAID, Scoring, attend_by_torch, attend_document, find_window
 
 NAME = "duoka_slots"
 
@@ -137,10 +137,7 @@ def _look(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Sc
         return seen.reshape(1, query.shape[1], 1, -1)
     is_far = window is not None and keys.shape[2] > window
     mask = _mask(start, tokens, window if is_far else None, query.device) if start or is_far else None
-    return F.scaled_dot_product_attention(
-        query, keys, values, attn_mask=mask, is_causal=mask is None, scale=how.scaling,
-        enable_gqa=query.shape[1] != keys.shape[1],
-    )  # fmt: skip
+    return attend_by_torch(query, keys, values, mask, how.scaling)
 
 
 def _mask(start: int, tokens: int, window: int | None, device: torch.device) -> torch.Tensor:
