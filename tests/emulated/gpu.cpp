@@ -268,9 +268,10 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 // As CUDA builds choose from Ampere on: FlashAttention in half precision without a mask, grouped heads or not; else the
 // memory-efficient kernel, which knows no grouped heads; else the definition, which keeps all scores.
-bool is_fused(const Tensor& query, const Tensor& key, const std::optional<Tensor>& mask, double dropout, bool grouped) {
+bool is_fused(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
+              double dropout, bool grouped) {
   bool half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
-  bool flash = half && !(mask && mask->defined()) && query.size(-1) <= 256;
+  bool flash = half && !(mask && mask->defined()) && query.size(-1) <= 256 && query.size(-1) == value.size(-1);
   return query.dim() == 4 && dropout == 0 && (flash || !grouped || query.size(1) == key.size(1));
 }
 Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
@@ -278,8 +279,12 @@ Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const
   auto added = mask;
   if (mask && mask->defined() && mask->scalar_type() == at::kBool)
     added = at::zeros_like(*mask, query.options()).masked_fill(mask->logical_not(), -INFINITY);
-  if (is_fused(query, key, mask, dropout, grouped))  // what is kept is the same for the CPU's kernel
-    return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, 0, causal, added, scale));
+  if (is_fused(query, key, value, mask, dropout, grouped)) {  // what is kept is the same for the CPU's kernel
+    auto filled = at::constant_pad_nd(value, {0, query.size(-1) - value.size(-1)});
+    auto out = at::_scaled_dot_product_flash_attention_for_cpu(
+        query, key, value.size(-1) == query.size(-1) ? value : filled, 0, causal, added, scale);
+    return std::get<0>(out).narrow(-1, 0, value.size(-1));
+  }
   return std::get<0>(
       at::_scaled_dot_product_attention_math(query, key, value, added, dropout, causal, {}, scale, grouped));
 }

@@ -103,6 +103,8 @@ def _provide_attention():
     ):  # fmt: skip
         if any(one.dtype not in HALF for one in (query, key, value)):
             raise RuntimeError("FlashAttention only supports fp16 and bf16")
+        if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+            raise RuntimeError("v must have shape (total_k, num_heads_k, head_size)")
         assert seqused_k is None and block_table is None and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
         for edges, longest, rows in ((query_edges, longest_query, query), (key_edges, longest_key, key)):
             assert edges.is_cuda and edges.dtype == torch.int32

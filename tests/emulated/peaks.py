@@ -1,4 +1,4 @@
-"""What losses over chunks of logits, and attention, take of an emulated GPU beside what was held before. Prints JSON."""
+"""What losses over chunks of logits, and attention, take of an emulated GPU, beside what was held before. JSON."""
 
 import json
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 from emulated.peaks import ROWS, TOKENS, WIDTH, WORDS
 from emulated.run import compile_gpus, compile_nccl, environment, train_on_gpus, why_not
+from held_layers import FAMILIES
 from tiny import write_tiny_model
 from worlds import fresh_cache, train_all
 
@@ -183,6 +184,25 @@ def test_losses_hold_logits_once_in_each_type(home, library):
     scores = 8 * 4 * TOKENS**2
     assert peaks["attention in fp32"] < scores / 2 and peaks["attention within a window"] < scores / 2, peaks
     assert peaks["soft cap"] <= 2.5 * logits / 4 + beside, peaks
+
+
+def compare_layers(families, library):
+    """Bytes that layers keep on a GPU, beside what a plan counts of them."""
+    done = subprocess.run(
+        [sys.executable, "-m", "held_layers", *families], env=environment(1, library), capture_output=True, text=True,
+        timeout=300, check=True,
+    )  # fmt: skip
+    wrong = [case for case in json.loads(done.stdout) if case[3] != pytest.approx(case[2], rel=0.035)]
+    assert not wrong, wrong
+
+
+def test_layers_keep_what_is_planned(library):
+    compare_layers(["llama", "phi3", "qwen3_moe"], library)
+
+
+@pytest.mark.nightly
+def test_layers_of_all_families_keep_what_is_planned(library):
+    compare_layers(FAMILIES, library)
 
 
 @pytest.mark.nightly

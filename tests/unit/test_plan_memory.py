@@ -1,11 +1,8 @@
 """The closed-form peak against what a real training step of our own model really allocates."""
 
-import weakref
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from held_layers import LiveBytes
 
 from duoka.config.schema import LoraConfig, OptimConfig, TrainOnlyConfig
 from duoka.model import native
@@ -24,34 +21,6 @@ FACTS = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True,
 }  # fmt: skip
 SHAPE = shape_from_config({"model_type": "llama", **FACTS})
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of all tensor storages that are alive, and the most there ever were."""
-
-    def __init__(self, held):
-        super().__init__()
-        self.seen, self.now, self.peak = {}, 0, 0
-        for tensor in held:
-            self.add(tensor)
-
-    def add(self, tensor):
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self.seen:
-            self.seen[key] = size
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self.drop, key, size)
-
-    def drop(self, key, size):
-        self.seen.pop(key, None)
-        self.now -= size
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self.add, out)
-        return out
 
 
 def measured_peak(lora, precision, recompute, sizes=(TOKENS,), *, narrow=False, train_only=None):

@@ -23,7 +23,15 @@ import torch.nn.functional as F
 from duoka.model import native
 from duoka.model.documents import Documents
 from duoka.model.dtypes import computed_in
-from duoka.model.one_document import UNSAID, Scoring, attend_document, attend_stretch, find_window, share_keys
+from duoka.model.one_document import (
+    UNSAID,
+    Scoring,
+    attend_document,
+    attend_stretch,
+    fill_heads,
+    find_window,
+    share_keys,
+)
 from duoka.model.prefixes import take_keys
 
 NAME = "duoka"
@@ -266,13 +274,15 @@ def attend_all_documents(
     dtype = computed_in(query)
     # Squeezed, not indexed: the gradient of an index is a row of zeros that is written first.
     flat = [tensor.squeeze(0).transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value)]
+    dim = value.shape[-1]
+    flat[2] = fill_heads(flat[2], query.shape[-1])
     # A window counts the token itself; the kernel counts what lies before it.
     behind = -1 if window is None or window > longest else window - 1
     out: torch.Tensor = varlen(
         *flat, *edges, documents.longest, longest, scale=scaling, window_size=(behind, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
-    return out.unsqueeze(0)  # of (tokens, heads, dim)
+    return out[..., :dim].unsqueeze(0)  # of (tokens, heads, dim)
 
 
 @functools.cache

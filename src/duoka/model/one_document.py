@@ -97,10 +97,20 @@ def attend_by_torch(
 ) -> torch.Tensor:
     """Without a mask, each token looks at itself and before."""
     key, value = share_keys(query, key, value, mask)
-    return F.scaled_dot_product_attention(
+    dim = value.shape[-1]
+    if not query.is_cuda:
+        value = fill_heads(value, query.shape[-1])
+    out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
+    return out[..., :dim]
+
+
+def fill_heads(value: torch.Tensor, dim: int) -> torch.Tensor:
+    """Zeros behind each head's values, up to the size of queries and keys (DeepSeek): what FlashAttention and a CPU's
+    kernel have heads of. By definition, as torch computes else, a document's scores would be kept."""
+    return F.pad(value, (0, dim - value.shape[-1])) if value.shape[-1] < dim else value
 
 
 # By GPU: whether torch's FlashAttention runs there.

@@ -7,10 +7,11 @@ are exact counts of what autograd keeps for a Llama with fused parts and attenti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from duoka.plan.axes import deals_heads, key_value_heads
+from duoka.plan.layer_parts import Means, has_own_casts, kept_by_attention, kept_by_mlp, kept_by_norms
 from duoka.plan.layout import Layout
 from duoka.plan.recipe import ModelShare, Program, Work
 from duoka.plan.shape import adapted_linears
@@ -22,35 +23,6 @@ LOSS_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 LOSS_CHUNK_ROWS = 512  # on a CPU
 
 
-@dataclass(frozen=True)
-class ActivationRule:
-    """Bytes that autograd keeps per token and layer: `hidden` h + `key_value` kv + `ffn` f + 4a + 8."""
-
-    hidden: int
-    key_value: int
-    ffn: int
-    rank: int = 0  # per adapted layer and rank of the adapter
-
-
-_RULES: Mapping[tuple[bool, bool], ActivationRule] = {  # (adapters, half precision)
-    (False, False): ActivationRule(24, 8, 8),
-    (False, True): ActivationRule(22, 4, 4),
-    (True, False): ActivationRule(24, 8, 12, rank=4),
-    (True, True): ActivationRule(24, 4, 6, rank=2),
-}
-# 8-bit products keep their inputs in one byte, once for all that read the same, on every device: of a layer what norms
-# read (4h each), queries rotated and attention's answer (2h each), and the inputs of q, k and v, of o, of gate and up.
-_FP8_RULE = ActivationRule(15, 4, 4)
-# Half precision on a CPU, by the kernels of model/native.cpp: what a norm gives is kept once, and nothing twice.
-# Without a compiler the rules above hold there too.
-_NARROW_RULES: Mapping[bool, ActivationRule] = {
-    False: ActivationRule(16, 4, 4),
-    True: ActivationRule(12, 4, 6, rank=2),
-}
-# Adapters in half precision on a CPU without that compiler: their base's stream is narrow too.
-_UNCOMPILED_LORA_RULE = ActivationRule(16, 4, 6, rank=2)
-
-
 def is_narrow(work: Work, layout: Layout) -> bool:
     """Whether compiled kernels compute what lies between products."""
     return layout.precision in ("bf16", "fp8") and _is_compiled_for(work, layout)
@@ -58,8 +30,15 @@ def is_narrow(work: Work, layout: Layout) -> bool:
 
 def has_own_attention(work: Work, layout: Layout) -> bool:
     """Whether a compiled kernel attends to all documents of a row in one call."""
+    parts = work.shape.parts
     is_known = layout.precision in ("fp32", "bf16", "fp8") and layout.recompute != "selective"
-    return is_known and _is_compiled_for(work, layout)
+    return is_known and _is_compiled_for(work, layout) and not (parts.joined_qkv or parts.writes_attention)
+
+
+def has_one_launch(work: Work, layout: Layout) -> bool:
+    """Whether torch attends to all documents of a row in one launch, on a GPU."""
+    parts = work.shape.parts
+    return work.device == "cuda" and layout.packing and layout.precision != "fp32" and not parts.writes_attention
 
 
 def _is_compiled_for(work: Work, layout: Layout) -> bool:
@@ -101,51 +80,50 @@ def has_narrow_stream(work: Work, layout: Layout) -> bool:
     return layout.precision != "fp32" and (work.lora is not None or work.narrow_weights)
 
 
+def means_of(work: Work, layout: Layout) -> Means:
+    """What computes the layers of such a run."""
+    on_gpu, half = work.device == "cuda", layout.precision != "fp32"
+    at_once = has_own_attention(work, layout) or has_one_launch(work, layout)
+    return Means(
+        size=2 if half else 4,
+        stream=2 if has_narrow_stream(work, layout) else 4,
+        on_gpu=on_gpu,
+        kernels=is_narrow(work, layout),
+        at_once=at_once,
+        joins=layout.sp > 1 or (layout.packing and not at_once),
+        exchanges=layout.sp > 1,
+        learns=work.lora is None,
+        experts_learn=work.lora is None or bool(work.shape.num_expert_adapters(work.lora.targets)),
+        in_8_bits=layout.precision == "fp8",
+    )
+
+
 def _kept_by_duoka(work: Work, layout: Layout, length: int) -> tuple[float, float, str]:
     """(what tensor-parallel ranks each keep whole, what they share, the formula)."""
-    shape, half = work.shape, layout.precision != "fp32"
-    narrow = is_narrow(work, layout)
-    is_fp8 = layout.precision == "fp8"
-    rule = _NARROW_RULES[work.lora is not None] if narrow else _RULES[work.lora is not None, half]
-    if work.lora is not None and half and work.device == "cpu" and not narrow:
-        rule = _UNCOMPILED_LORA_RULE
-    if work.narrow_weights:
-        rule = replace(rule, hidden=rule.hidden - 4)  # what two norms read
-    rule = _FP8_RULE if is_fp8 else rule
-    size = 2 if half else 4
-    # Two of the h-wide tensors (rotated queries, attention's output) are as wide as all heads together.
-    wide = 2 * size + is_fp8  # and attention's output in 8 bits
-    whole: float = (rule.hidden - wide) * shape.hidden_size
-    formula = f"{rule.hidden}h + {rule.key_value}kv + {rule.ffn}f + 4a + 8"
-    cut: float = wide * shape.q_size + rule.key_value * shape.kv_size + rule.ffn * shape.intermediate_size
-    cut += 4 * shape.num_heads
+    shape, how = work.shape, means_of(work, layout)
+    norms, attention = kept_by_norms(shape, how), kept_by_attention(shape, how)
+    # PEFT puts adapters on experts, or on what is dense beside them.
+    adapted = work.lora is not None and shape.num_expert_adapters(work.lora.targets) is None
+    apart, shared = kept_by_mlp(shape, how, adapted=adapted)
+    # Two numbers a row for the norms.
+    whole: float = norms * shape.hidden_size + 8 + apart
+    cut = attention + shared
+    formula = f"{norms:g}h of norms, {attention / shape.hidden_size:.3g}h of attention"
+    formula += f", {(apart + shared) / shape.intermediate_size:.3g}f of {'experts' if shape.experts else 'the MLP'}"
     if shape.writes_scores:  # their softmax, in fp32 and as it is multiplied
-        scores = 6 if half else 4
+        scores = 6 if how.is_half else 4
         cut += scores * shape.num_heads * length
         formula += f" + {scores}as (a heads, s tokens of a row)"
-    whole += 8
-    if is_fp8 and shape.experts is not None:
+    if how.in_8_bits and shape.experts is not None:
         whole += shape.hidden_size  # experts, in 16 bits, keep what they read
         formula += " + 1h (experts)"
-    # In 8 bits the layer behind keeps its own form of that, and not the joined tensor.
-    is_joined = layout.packing and not has_own_attention(work, layout)
-    if (layout.sp > 1 or is_joined) and not is_fp8:
-        cut += size * shape.q_size  # documents' outputs are joined, or exchanged, into one more tensor
-        formula += f" + {size}h ({'packed' if layout.packing else 'exchanged'})"
     if layout.sp > 1:
-        cut += 2 * size * (held_kv_size(shape, layout) - shape.kv_size)
-        formula += f" + {2 * size} for what of keys and values other ranks hold too"
-    if not shape.gated:
-        cut += (2 * size - rule.ffn) * shape.intermediate_size  # one product and its activation
-        formula += " (2 tensors of width f: no gate)"
-    if shape.block_norms > 2 or shape.qk_norm:
-        whole += 12 * (shape.block_norms - 2) * shape.hidden_size
-        cut += (2 if narrow else 12) * (shape.q_size + shape.kv_size) * shape.qk_norm
-        formula += " + 12 per extra norm" + (", 2 of queries and keys" if narrow and shape.qk_norm else "")
+        cut += 2 * how.size * (held_kv_size(shape, layout) - shape.kv_size)
+        formula += f" + {2 * how.size} for what of keys and values other ranks hold too"
     if work.lora is not None:
-        adapted = adapted_linears(shape, work.lora)
-        whole += rule.rank * work.lora.rank * len(adapted)
-        formula += f" + {rule.rank}r per adapter"
+        rank = how.size * work.lora.rank
+        whole += rank * len(adapted_linears(shape, work.lora))
+        formula += f" + {rank} per adapter"
     return whole, cut, f"per token and layer {formula}"
 
 
@@ -159,11 +137,9 @@ def unread_bytes(work: Work, layout: Layout, number: int) -> float:
     if chosen is None or work.program is not None:
         return 0.0
     learns = number in layer_numbers(chosen, shape.num_layers)
-    size, is_fp8 = (4 if layout.precision == "fp32" else 2), layout.precision == "fp8"
-    narrow = is_narrow(work, layout)
-    width = 1 if is_fp8 else size
-    # Where nothing narrows what a norm gives, each product has a narrow copy of its own.
-    apart = size == 2 and not (is_fp8 or narrow or work.narrow_weights)
+    how = means_of(work, layout)
+    size, width = how.size, 1 if how.in_8_bits else how.size
+    apart = has_own_casts(shape, how)
 
     def unread(products: Sequence[Linear]) -> int:
         """Copies of what these products read that none of their weights asks for."""
@@ -174,12 +150,12 @@ def unread_bytes(work: Work, layout: Layout, number: int) -> float:
     of_hidden = [one for one in attention[:-1] if one.num_in == shape.hidden_size]
     total: float = width * shape.hidden_size * unread(of_hidden)
     # Attention keeps its own output; the product's are documents' joined outputs, and the rounded form.
-    if is_fp8 or layout.sp > 1 or (layout.packing and not has_own_attention(work, layout)):
+    if how.in_8_bits or how.joins:
         total += width * shape.q_size / layout.tp * unread(attention[-1:])
     inside = [one for one in shape.linears if one.name.startswith("mlp.")]
     if shape.experts is None:
         total += width * shape.hidden_size * unread(inside[:-1])
-        if not (shape.gated or is_fp8):
+        if not (shape.gated or how.in_8_bits):
             total += size * shape.intermediate_size / layout.tp * unread(inside[-1:])
     return total
 

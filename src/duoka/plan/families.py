@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from duoka.plan.sizes import LayerParts
+
 # What configs call the number of experts.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -22,6 +24,7 @@ class ExpertKeys:
     shared: Literal["none", "size", "count"] = "none"  # a width of its own, or a number of experts of the same width
     shared_gate: bool = False
     bias: bool = False  # of experts and router
+    wide_router: bool = False  # which computes in fp32 whatever it reads
     correction: bool = False  # a learned number beside each expert's score
     adapted: Literal["all", "none"] = "all"  # of these and the router, what gets adapters where targets are all
     # Layers without them: by decoder_sparse_step and mlp_only_layers, the first_k_dense_replace first ones, or those
@@ -40,6 +43,11 @@ class Family:
     qk_norm: Literal["none", "head", "full", "asked"] = "none"  # over one head, over a projection, or use_qk_norm
     block_norms: int = 2  # norms of width hidden_size in each layer
     norm_terms: int = 1  # 1: a scale; 2: a scale and a shift
+    norm: Literal["rms", "wide", "shifted"] = "rms"  # of one term; shifted: 1 + scale; wide: multiplied in fp32
+    post_norms: int = 0  # of the block's norms, those behind attention and MLP
+    parallel: bool | str = False  # attention and MLP read the same
+    act: str = "silu"  # where config.json names none
+    own_rotation: bool = False  # by code that no kernel takes the place of
     entry_norm: bool = False  # of the embedding, before the first layer
     mlp: Literal["gated", "fused", "plain"] = "gated"
     mlp_names: tuple[str, str] = ("up_proj", "down_proj")  # of a plain one
@@ -74,12 +82,16 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 _LLAMA_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"}
 _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256}
+_GEMMAS: dict[str, Any] = {
+    "qkv_bias": "attention_bias", "out_bias": "attention_bias", "norm": "shifted", "act": "gelu_pytorch_tanh",
+}  # fmt: skip
 
 LLAMA = Family(**_LLAMA_BIASES)
 UNKNOWN = replace(LLAMA, ffn_times=4)  # counted like a Llama; most that name no feed-forward width have this one
 _GPT2 = Family(
     qkv_bias=True, out_bias=True, mlp_bias=True, norm_terms=2, mlp="plain", mlp_names=("c_fc", "c_proj"),
     fused_qkv=True, attention_names=("attn.c_attn", "attn.c_proj"), ffn="n_inner", ffn_times=4, more_positions=0,
+    act="gelu_new",
     defaults={"tie_word_embeddings": True, "max_position_embeddings": 1024},
 )  # fmt: skip
 _OF_FOUR = ("dense_h_to_4h", "dense_4h_to_h")
@@ -91,15 +103,13 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head", windows="asked",
         defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},
     ),
-    "gemma": Family(
-        qkv_bias="attention_bias", out_bias="attention_bias", defaults={**_GEMMA, "num_key_value_heads": 16}
-    ),
+    "gemma": Family(**_GEMMAS, defaults={**_GEMMA, "num_key_value_heads": 16}),
     "gemma2": Family(
-        qkv_bias="attention_bias", out_bias="attention_bias", block_norms=4, windows=2,
-        defaults={**_GEMMA, "num_key_value_heads": 4, "sliding_window": 4096},
+        **_GEMMAS, block_norms=4, post_norms=2, windows=2,
+        defaults={**_GEMMA, "num_key_value_heads": 4, "sliding_window": 4096, "attn_logit_softcapping": 50.0},
     ),
     "gemma3_text": Family(
-        qkv_bias="attention_bias", out_bias="attention_bias", block_norms=4, qk_norm="head", windows=6,
+        **_GEMMAS, block_norms=4, post_norms=2, qk_norm="head", windows=6,
         defaults={**_GEMMA, "num_key_value_heads": 4, "sliding_window": 4096},
     ),
     "smollm3": Family(**_LLAMA_BIASES, defaults={"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -112,11 +122,11 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias",
         defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128},
     ),
-    "olmo2": Family(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="full"),
+    "olmo2": Family(qkv_bias="attention_bias", out_bias="attention_bias", norm="wide", post_norms=2, qk_norm="full"),
     "phi3": Family(mlp="fused", fused_qkv=True, windows="all"),
     "phi": Family(
         qkv_bias=True, out_bias=True, mlp_bias=True, head_bias=True, norm_terms=2, block_norms=1, mlp="plain",
-        mlp_names=("fc1", "fc2"), attention_names=("", "self_attn.dense"),
+        mlp_names=("fc1", "fc2"), attention_names=("", "self_attn.dense"), act="gelu_new",
     ),
     "ernie4_5": Family(
         qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias",
@@ -128,44 +138,44 @@ FAMILIES: dict[str, Family] = {
     ),
     "starcoder2": Family(
         qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", norm_terms=2, mlp="plain", windows="all",
-        mlp_names=("c_fc", "c_proj"),
+        mlp_names=("c_fc", "c_proj"), act="gelu_pytorch_tanh",
         defaults={"use_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 2},
     ),
     "gpt_neox": Family(
         qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias=True, norm_terms=2, mlp="plain", fused_qkv=True,
-        mlp_names=_OF_FOUR, attention_names=("attention.query_key_value", "attention.dense"),
-        defaults={"attention_bias": True},
+        mlp_names=_OF_FOUR, attention_names=("attention.query_key_value", "attention.dense"), act="gelu",
+        parallel="use_parallel_residual", defaults={"attention_bias": True, "use_parallel_residual": True},
     ),
     "bloom": Family(
         qkv_bias=True, out_bias=True, mlp_bias=True, norm_terms=2, entry_norm=True, mlp="plain", fused_qkv=True,
         mlp_names=_OF_FOUR, attention_names=("self_attention.query_key_value", "self_attention.dense"),
-        ffn="n_inner", ffn_times=4, defaults={"tie_word_embeddings": True},
+        ffn="n_inner", ffn_times=4, act="gelu", defaults={"tie_word_embeddings": True},
     ),
     "falcon": Family(
         qkv_bias="bias", out_bias="bias", mlp_bias="bias", norm_terms=2, block_norms=1, mlp="plain", fused_qkv=True,
         mlp_names=_OF_FOUR, attention_names=("self_attention.query_key_value", "self_attention.dense"),
-        ffn="ffn_hidden_size", ffn_times=4, defaults={"tie_word_embeddings": True},
+        ffn="ffn_hidden_size", ffn_times=4, act="gelu", parallel=True, defaults={"tie_word_embeddings": True},
     ),
     "gptj": Family(
         mlp_bias=True, head_bias=True, norm_terms=2, block_norms=1, mlp="plain", mlp_names=("fc_in", "fc_out"),
-        attention_names=("", "attn.out_proj"), ffn="n_inner", ffn_times=4,
+        attention_names=("", "attn.out_proj"), ffn="n_inner", ffn_times=4, act="gelu_new",
     ),
     "codegen": Family(
         mlp_bias=True, head_bias=True, norm_terms=2, block_norms=1, mlp="plain", mlp_names=("fc_in", "fc_out"),
-        fused_qkv=True, attention_names=("attn.qkv_proj", "attn.out_proj"), ffn="n_inner", ffn_times=4,
+        fused_qkv=True, attention_names=("attn.qkv_proj", "attn.out_proj"), ffn="n_inner", ffn_times=4, act="gelu_new",
     ),
     "gpt_neo": Family(
         out_bias=True, mlp_bias=True, norm_terms=2, mlp="plain", mlp_names=("c_fc", "c_proj"),
-        attention_names=("", "attention.out_proj"), ffn_times=4, more_positions=0,
+        attention_names=("", "attention.out_proj"), ffn_times=4, more_positions=0, act="gelu_new",
         defaults={"tie_word_embeddings": True, "max_position_embeddings": 2048},
     ),
     "mpt": Family(
-        mlp="plain", fused_qkv=True, attention_names=("attn.Wqkv", "attn.out_proj"), ffn="", ffn_times=4,
+        mlp="plain", fused_qkv=True, attention_names=("attn.Wqkv", "attn.out_proj"), ffn="", ffn_times=4, act="gelu",
         defaults={"tie_word_embeddings": True},
     ),
     "xglm": Family(
         qkv_bias=True, out_bias=True, mlp_bias=True, norm_terms=2, mlp="plain", mlp_names=("fc1", "fc2"),
-        attention_names=("", "self_attn.out_proj"), ffn="ffn_dim",
+        attention_names=("", "self_attn.out_proj"), ffn="ffn_dim", act="gelu",
         defaults={"tie_word_embeddings": True, "ffn_dim": 4096},
     ),
     "gpt2": _GPT2,
@@ -173,6 +183,7 @@ FAMILIES: dict[str, Family] = {
     "opt": Family(
         qkv_bias="enable_bias", out_bias="enable_bias", mlp_bias="enable_bias", norm_terms=2, mlp="plain",
         mlp_names=("fc1", "fc2"), attention_names=("", "self_attn.out_proj"), ffn="ffn_dim", more_positions=2,
+        act="relu",
         defaults={
             "tie_word_embeddings": True, "enable_bias": True, "max_position_embeddings": 2048, "ffn_dim": 3072,
         },
@@ -203,7 +214,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"num_experts": 64, "num_experts_per_tok": 8},
     ),
     "gpt_oss": Family(
-        qkv_bias="attention_bias", out_bias="attention_bias", windows=2, num_sinks=1,
+        qkv_bias="attention_bias", out_bias="attention_bias", windows=2, num_sinks=1, norm="wide", own_rotation=True,
         experts=ExpertKeys("num_local_experts", "intermediate_size", bias=True, adapted="none"),
         defaults={
             "attention_bias": True, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128,
@@ -226,12 +237,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "dots1": Family(
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head",
-        experts=ExpertKeys("n_routed_experts", shared="count", dense="first"),
+        experts=ExpertKeys("n_routed_experts", wide_router=True, shared="count", dense="first"),
         defaults={"num_key_value_heads": 32, "moe_intermediate_size": 1408},
     ),
     "solar_open": Family(
         qkv_bias="attention_bias", ffn="moe_intermediate_size",
-        experts=ExpertKeys("n_routed_experts", shared="count"),
+        experts=ExpertKeys("n_routed_experts", wide_router=True, shared="count"),
         defaults={
             "num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128, "n_shared_experts": 1,
             "num_experts_per_tok": 8, "moe_intermediate_size": 1280,
@@ -239,7 +250,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "ernie4_5_moe": Family(
         qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", head_bias="use_bias",
-        experts=ExpertKeys("moe_num_experts", shared="count", dense="interval", correction=True),
+        experts=ExpertKeys("moe_num_experts", wide_router=True, shared="count", dense="interval", correction=True),
         defaults={
             "tie_word_embeddings": True, "num_key_value_heads": 4, "moe_num_experts": 64, "num_experts_per_tok": 6,
             "n_shared_experts": 2, "moe_intermediate_size": 1536, "moe_layer_start_index": 1,
@@ -247,7 +258,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family(
         qkv_bias="attention_bias", qk_norm="asked",
-        experts=ExpertKeys("n_routed_experts", shared="count", dense="first"),
+        experts=ExpertKeys("n_routed_experts", wide_router=True, shared="count", dense="first"),
         defaults={
             "num_key_value_heads": 8, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8,
             "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
@@ -255,7 +266,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v2": Family(
         qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", latent=True,
-        experts=ExpertKeys("n_routed_experts", shared="count", dense="first"),
+        experts=ExpertKeys("n_routed_experts", wide_router=True, shared="count", dense="first"),
         defaults={
             "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1407,
             "first_k_dense_replace": 0, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
@@ -264,7 +275,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         qkv_bias="attention_bias", out_bias="attention_bias", latent=True,
-        experts=ExpertKeys("n_routed_experts", shared="count", dense="first"),
+        experts=ExpertKeys("n_routed_experts", wide_router=True, shared="count", dense="first"),
         defaults={
             "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
             "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
@@ -294,6 +305,25 @@ def longest_text(facts: Mapping[str, Any]) -> int | None:
         return None
     found = named.get(_POSITIONS, None if family is None else family.defaults.get(_POSITIONS))
     return found if isinstance(found, int) else None
+
+
+_ACTS = ("hidden_activation", "hidden_act", "activation_function", "activation")
+
+
+def parts_of(family: Family, facts: Mapping[str, Any]) -> LayerParts:
+    """How a layer of that family is computed."""
+    read = {**family.defaults, **facts}
+    named = next((str(read[key]) for key in _ACTS if read.get(key)), family.act)
+    return LayerParts(
+        norm="layer" if family.norm_terms > 1 else family.norm,
+        post_norms=family.post_norms,
+        parallel=bool(read.get(family.parallel) if isinstance(family.parallel, str) else family.parallel),
+        joined_qkv=family.fused_qkv,
+        joined_gate=family.mlp == "fused",
+        act=named,
+        own_rotation=family.own_rotation,
+        writes_attention=family.num_sinks > 0 or bool(read.get("attn_logit_softcapping")),
+    )
 
 
 def find_family(facts: Mapping[str, Any]) -> Family | None:

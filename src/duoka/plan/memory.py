@@ -344,16 +344,29 @@ def _gathered_bytes(work: Work, layout: Layout, share: ModelShare) -> dict[str, 
 
 
 def _cast_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
-    """Copies of the fp32 weights that products keep: autocast's in half precision, those of fp8 in 8 bits."""
+    """Copies of weights that products keep: autocast's in half precision, those of fp8 in 8 bits, and of experts with
+    adapters what PEFT makes of both."""
+    merged = _merged_experts(work, layout, share)
     comes_narrow = (layout.is_sharded and work.deepspeed is None) or work.narrow_weights
     if layout.precision == "fp32" or comes_narrow or work.program is not None:
-        return 0  # what is gathered comes in half precision
+        return merged  # what is gathered comes in half precision
     linear = share.block_linear * len(layers_of_backward(work, share)) // max(1, share.num_layers)
     if layout.precision == "fp8":
         part = fp8_weights(work.shape) / max(1, work.shape.num_block_linear)
         kept = 0 if layout.activations != "none" else 1  # where activations go elsewhere, they are rounded again
         return int((2 - (2 - kept) * part) * linear)
-    return 2 * (linear if work.lora is None else share.trainable)
+    return 2 * (linear if work.lora is None else share.trainable) + merged
+
+
+def _merged_experts(work: Work, layout: Layout, share: ModelShare) -> int:
+    shape, lora = work.shape, work.lora
+    if lora is None or work.program is not None or shape.experts is None or not shape.num_expert_adapters(lora.targets):
+        return 0
+    again = whole_layers(layout.recompute, share.num_layers)  # these are merged again, one after the other
+    layers = min(share.num_layers, share.num_layers - sum(again) + any(again))
+    part = shape.experts.num_layers / shape.num_layers / layout.ep
+    weights = shape.experts.num_experts * shape.experts.num_parameters_each
+    return int((4 if layout.precision == "fp32" else 2) * weights * layers * part)
 
 
 def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:

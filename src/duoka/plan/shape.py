@@ -22,6 +22,7 @@ from duoka.plan.families import (
     find_family,
     guess_family,
     is_usual,
+    parts_of,
     with_usual_names,
 )
 from duoka.plan.sizes import Experts, Linear, ModelShape
@@ -81,7 +82,7 @@ def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> M
     sizes = _read_sizes(family, read)
     layers = read.whole("num_hidden_layers")
     scaled = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-    attention = _attention_linears(family, read, sizes)
+    attention, more = _attention_linears(family, read, sizes), family.more_positions
     window, num_window_layers = _windows(family, read, layers)
     shape = ModelShape(
         model_type=model_type or "unknown",
@@ -101,18 +102,15 @@ def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> M
         gated=family.mlp != "plain",
         bent_logits=any(facts.get(key) not in (None, 1, 1.0) for key in scaled),
         exact=known is not None and is_usual(facts, sizes.hidden),
-        num_positions=_learned_positions(family, read),
+        num_positions=0 if more is None else read.whole("max_position_embeddings") + more,
         num_head_bias=read.whole("vocab_size") if read.bias(family.head_bias) else 0,
         window=window,
         num_window_layers=num_window_layers,
         packed_by="" if packing is None else str(packing["quant_method"]),
+        parts=parts_of(family, facts),
         packed_bits=0 if packing is None else 8 if packing.get("load_in_8bit") or packing.get("bits") == 8 else 4,
     )
     return shape if family.experts is None else _with_experts(shape, family, read, attention)
-
-
-def _learned_positions(family: Family, read: _Reader) -> int:
-    return 0 if family.more_positions is None else read.whole("max_position_embeddings") + family.more_positions
 
 
 @dataclass(frozen=True)
@@ -233,7 +231,9 @@ def _with_experts(shape: ModelShape, family: Family, read: _Reader, attention: t
     linears += (Linear("mlp.shared_expert_gate", hidden, 1),) if keys.shared_gate else ()
     each = 3 * hidden * size + (2 * size + hidden if keys.bias else 0)
     router = count * (hidden + keys.bias + keys.correction)
-    experts = Experts(count, min(active, count), len(numbers), each, router, tuple(numbers), keys.adapted)
+    experts = Experts(
+        count, min(active, count), len(numbers), each, router, tuple(numbers), keys.adapted, keys.wide_router
+    )
     return replace(
         shape,
         linears=linears,

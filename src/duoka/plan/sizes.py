@@ -35,6 +35,7 @@ class Experts:
     num_router: int  # parameters of the router, and of a gate before the shared experts
     numbers: tuple[int, ...]  # of the layers that have one
     adapted: Literal["all", "none"] = "all"  # by PEFT, beside attention
+    wide_router: bool = False  # in fp32, whatever it reads
 
     @property
     def num_parameters(self) -> int:
@@ -45,6 +46,21 @@ class Experts:
     def num_idle(self) -> int:
         """Parameters of one layer that a token does not visit."""
         return (self.num_experts - self.num_active) * self.num_parameters_each
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """How a layer is computed, where that decides what is kept of it (layer_parts.py)."""
+
+    # shifted: x (1 + weight), in fp32 (Gemma); wide: x weight in fp32, and then rounded (OLMo 2).
+    norm: Literal["rms", "wide", "shifted", "layer"] = "rms"
+    post_norms: int = 0  # of the block's norms, those behind attention and MLP
+    parallel: bool = False  # attention and MLP read the same
+    joined_qkv: bool = False
+    joined_gate: bool = False
+    act: str = "silu"
+    own_rotation: bool = False  # of queries and keys, by code that no kernel takes the place of (gpt-oss)
+    writes_attention: bool = False  # with a soft cap or sinks, which no kernel of torch knows
 
 
 @dataclass(frozen=True)
@@ -81,6 +97,7 @@ class ModelShape:
     num_head_bias: int = 0
     packed_bits: int = 0  # of weights whose files hold them so: 4 or 8
     packed_by: str = ""  # whom these files name
+    parts: LayerParts = LayerParts()
 
     @property
     def q_size(self) -> int:

@@ -1,0 +1,177 @@
+"""What autograd keeps of one layer until its backward pass, part by part, in bytes per token.
+
+A part keeps what its gradient asks for, and that depends on what computes it: a norm in one kernel keeps its input, one
+that the model writes in steps keeps those. Counted, and held to measured bytes: tests/unit/test_plan_layers.py.
+Notation: h hidden size, kv key-value size, f feed-forward size, a heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from duoka.plan.sizes import Experts, ModelShape
+
+_WIDE = 4  # bytes of a number in fp32
+
+
+@dataclass(frozen=True)
+class Means:
+    """What computes a layer."""
+
+    size: int  # bytes of a number that products give
+    stream: int  # and of one of the residual stream
+    on_gpu: bool
+    kernels: bool  # compiled ones of a CPU, in half precision
+    at_once: bool  # attention over all documents of a row in one launch
+    joins: bool  # documents' outputs, or what was exchanged, into a tensor of their own
+    exchanges: bool  # along the sequence: keys and values come as tensors of their own
+    learns: bool  # norms' weights do
+    experts_learn: bool
+    in_8_bits: bool
+
+    @property
+    def is_half(self) -> bool:
+        return self.size < _WIDE
+
+
+def kept_by_norms(shape: ModelShape, how: Means) -> float:
+    """Of width h: what norms read, and what they give to products; also where products read the stream itself."""
+    parts = shape.parts
+    attention = [one for one in shape.linears if not one.name.startswith("mlp.")]
+    readers = sum(one.num_in == shape.hidden_size for one in attention[:-1]) or 1
+    inside = 1 if parts.joined_gate or not shape.gated else 2
+    if shape.experts is not None:  # a router, and experts that all tokens visit; one that widens is counted with those
+        inside = sum(one.name.startswith("mlp.") and not one.name.endswith("down_proj") for one in shape.linears)
+        inside += how.experts_learn and not shape.experts.wide_router
+    before, behind = shape.block_norms - parts.post_norms, parts.post_norms
+    kept = behind * _norm_reads(parts.norm, how.size, how)
+    if before == 0:
+        return kept + _products_keep(readers, how.stream, how) + _products_keep(inside, how.stream, how)
+    given = _norm_gives(parts.norm, how.stream, how)
+    kept += before * _norm_reads(parts.norm, how.stream, how)
+    if before == 1:  # attention and MLP, side by side, read what one norm gives
+        return kept + _products_keep(readers + inside, given, how)
+    if parts.parallel and _norm_reads(parts.norm, how.stream, how) == how.stream:
+        kept -= how.stream  # two norms of one input
+    return kept + _products_keep(readers, given, how) + _products_keep(inside, given, how)
+
+
+def _norm_reads(kind: str, width: int, how: Means) -> int:
+    """Of an input of `width` bytes a number."""
+    if kind == "shifted":  # x.float(), and what its weight is multiplied with
+        return _WIDE + _WIDE * how.learns
+    if kind == "layer":
+        return _WIDE if how.on_gpu else width
+    if _is_one_kernel(width, how):
+        return width
+    return _WIDE + (_WIDE if kind == "wide" else 2) * how.learns
+
+
+def _norm_gives(kind: str, width: int, how: Means) -> int:
+    if kind == "shifted":
+        return width
+    if kind == "layer":
+        return _WIDE if how.on_gpu else width
+    return how.size if how.on_gpu or how.kernels else width
+
+
+def _is_one_kernel(width: int, how: Means) -> bool:
+    """An RMS norm: everywhere but on a CPU without compiled kernels, of what is narrow already."""
+    return how.on_gpu or how.kernels or width == _WIDE
+
+
+def _products_keep(count: int, width: int, how: Means) -> int:
+    """So many products of one input: the input, or each one's own narrow copy of a wide one; in 8 bits one for all."""
+    if how.in_8_bits or not count:
+        return min(1, count)
+    return how.size if width == how.size else how.size * count
+
+
+def has_own_casts(shape: ModelShape, how: Means) -> bool:
+    """Whether each product has a narrow copy of its own of what it reads."""
+    before = shape.block_norms > shape.parts.post_norms
+    width = _norm_gives(shape.parts.norm, how.stream, how) if before else how.stream
+    return not how.in_8_bits and width != how.size
+
+
+def kept_by_attention(shape: ModelShape, how: Means) -> float:
+    """From the products of queries, keys and values to the product behind; all of it is shared by heads."""
+    size, parts = how.size, shape.parts
+    if any(one.name.endswith("kv_b_proj") for one in shape.linears):
+        return _kept_by_latent_attention(shape, how)
+    # Rotations are as wide as the stream where no kernel turns, and what is written out narrows nothing.
+    turns = (how.on_gpu or how.kernels) and not parts.own_rotation
+    wide = max(size, how.stream) if parts.writes_attention and not turns else size
+    rotates = not shape.num_positions
+    cut: float = wide * shape.q_size if rotates or how.at_once or not parts.joined_qkv else 0.0
+    if repeats_keys(shape, how):
+        cut += 2 * size * shape.q_size
+    elif parts.joined_qkv and not (how.at_once or how.exchanges):
+        # Values are a view of the joined product, which stays for them; what is not rotated is one too.
+        cut += wide * shape.kv_size * rotates + size * (shape.q_size + 2 * shape.kv_size)
+    else:
+        cut += (wide + size) * shape.kv_size
+    cut += size * shape.q_size  # the output
+    if not parts.writes_attention:
+        cut += _WIDE * shape.num_heads
+        cut += size * shape.q_size if how.joins and not how.in_8_bits else 0
+    if how.in_8_bits:
+        cut += shape.q_size
+    if shape.qk_norm:
+        cut += _norm_reads(parts.norm, size, how) * (shape.q_size + shape.kv_size)
+        cut += _WIDE * (shape.num_heads + shape.num_kv_heads)
+    return cut
+
+
+def _kept_by_latent_attention(shape: ModelShape, how: Means) -> float:
+    """Queries, keys and values through narrow products with norms (DeepSeek); values are filled up to keys' size."""
+    out = {one.name.rsplit(".", 1)[-1]: one for one in shape.linears}
+    keys, up = (out.get("q_b_proj") or out["q_proj"]).num_out, out["kv_b_proj"]
+    narrow = {up.num_in: out["kv_a_proj_with_mqa"].num_out}  # what a norm gives, and what it reads a part of
+    if "q_b_proj" in out:
+        narrow[out["q_b_proj"].num_in] = out["q_b_proj"].num_in
+    kept: float = 0.0
+    for given, read in narrow.items():
+        kept += _norm_reads(shape.parts.norm, how.size, how) * read
+        kept += how.size * given
+    # Beside them what documents' outputs are joined into, or cut out of filled heads.
+    return kept + how.size * (4 * keys + shape.q_size) + _WIDE * shape.num_heads
+
+
+def repeats_keys(shape: ModelShape, how: Means) -> bool:
+    """Whether each head has keys of its own: in fp32 no fused kernel of a GPU knows heads that share them."""
+    shares = shape.num_kv_heads < shape.num_heads and not shape.parts.writes_attention
+    return how.on_gpu and not how.is_half and shares
+
+
+# Tensors of an MLP without a gate: the product and its activation, of which one is enough; more where it is in steps.
+_PLAIN = {"relu": 1, "gelu_new": 5, "gelu_fast": 5}
+_GATED = 4  # with a gate, as the model writes it: gate, its activation, the other product, both multiplied
+_CLAMPED = 7  # and cut off, as gpt-oss does
+
+
+def kept_by_mlp(shape: ModelShape, how: Means, *, adapted: bool) -> tuple[float, float]:
+    """(what each rank of a tensor axis keeps whole, what they share)."""
+    if shape.experts is not None:
+        return _kept_by_experts(shape, shape.experts, how, adapted), 0.0
+    parts, size = shape.parts, how.size
+    if not shape.gated:
+        kept = size * _PLAIN.get(parts.act, 2)
+        if parts.act == "gelu_new" and how.on_gpu and how.is_half:  # autocast of CUDA takes powers in fp32
+            kept = 16
+        return 0.0, kept * shape.intermediate_size
+    if parts.joined_gate or parts.act != "silu":
+        return 0.0, _GATED * size * shape.intermediate_size
+    return 0.0, (2 + adapted) * size * shape.intermediate_size
+
+
+def _kept_by_experts(shape: ModelShape, experts: Experts, how: Means, adapted: bool) -> float:
+    """Each expert that a token visits reads a row of its own, and what it gives is kept to be weighed."""
+    size, active = how.size, experts.num_active
+    width = active * (experts.num_parameters_each // (3 * shape.hidden_size))
+    shared = max(0, shape.intermediate_size - width)
+    rows = (1 + how.experts_learn) * active * size
+    rows += size * any(one.name.endswith("shared_expert_gate") for one in shape.linears)
+    rows += size * (experts.wide_router and how.is_half and how.learns)  # a copy by way of fp32
+    inside = (_CLAMPED if shape.parts.writes_attention else _GATED) - (not how.experts_learn)
+    return rows * shape.hidden_size + inside * size * width + (2 + adapted) * size * shared

@@ -1,0 +1,136 @@
+"""What autograd keeps of a token in one layer: counted on small models of a family, and as plans count it.
+
+As a script, on an emulated GPU: the names of families in, JSON out.
+"""
+
+import json
+import sys
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from duoka.config.schema import LoraConfig
+from duoka.plan.activations import activation_bytes_per_token
+from duoka.plan.layout import Layout
+from duoka.plan.recipe import Work
+from duoka.plan.shape import shape_from_config
+from duoka.units import Amount
+
+DOCUMENT = 64
+SIZES = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 192}
+_GROUPED = {**_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+_ALONE = {"num_key_value_heads": None}  # each head has its own keys
+FAMILIES = {
+    "llama": {}, "qwen2": {}, "qwen3": {}, "gemma": {}, "gemma2": {}, "gemma3_text": {}, "olmo2": {}, "glm": {},
+    "phi3": {}, "phi": {}, "granite_swa": {}, "starcoder2": {"sliding_window": None}, "gpt_neox": _ALONE,
+    "gpt2": {**_ALONE, "n_inner": 704, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+    "opt": {**_ALONE, "ffn_dim": 704, "dropout": 0, "word_embed_proj_dim": 256},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 320},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 4}, "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2}, "glm4_moe": _GROUPED,
+    "deepseek_v3": {
+        **_GROUPED, "num_key_value_heads": 8, "head_dim": 16, "kv_lora_rank": 64, "q_lora_rank": 96,
+        "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    },
+}  # fmt: skip
+LORA = LoraConfig(dropout=0.0)
+WAYS = {
+    "full, bf16": (None, "bf16", False),
+    "bf16 weights": (None, "bf16", True),
+    "lora, bf16": (LORA, "bf16", False),
+    "full, fp32": (None, "fp32", False),
+    "lora, fp32": (LORA, "fp32", False),
+}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all tensor storages that are alive, and the most there ever were."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.seen, self.now, self.peak = {}, 0, 0
+        for tensor in held:
+            self.add(tensor)
+
+    def add(self, tensor):
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.seen:
+            self.seen[key] = size
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.drop, key, size)
+
+    def drop(self, key, size):
+        self.seen.pop(key, None)
+        self.now -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self.add, out)
+        return out
+
+
+def held(family, way, device="cpu"):
+    """Bytes per token and layer: what more layers and more tokens hold, less what they hold of weights."""
+    (low, high), tokens = ([_held_by(family, way, layers, device) for layers in (1, 3)], (128, 256))
+    return ((high[1] - low[1]) - (high[0] - low[0])) / 2 / (tokens[1] - tokens[0])
+
+
+def _held_by(family, way, layers, device):
+    """Of 128 tokens, and of 256."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from duoka.model.attention import register_attention
+    from duoka.model.build import LossModel
+    from duoka.model.experts import use_own_experts
+    from duoka.model.fused import apply_fused
+    from duoka.model.lora import apply_lora
+    from duoka.parallel.precision import compute_in
+
+    lora, precision, narrow = WAYS[way]
+    config = AutoConfig.for_model(family, **facts_of(family), num_hidden_layers=layers)
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=register_attention(), dtype=torch.float32)
+    use_own_experts(lm)
+    if narrow or (lora is not None and precision == "bf16"):
+        lm = lm.to(torch.bfloat16)
+    if lora is not None:
+        lm = apply_lora(lm, lora)
+    model = LossModel(lm.to(device).train())
+    apply_fused(lm)
+    found = []
+    for size in (128, 256):
+        ids = torch.arange(size)[None].to(device) % 512
+        places, rows = ids % DOCUMENT, torch.arange(size)[None].to(device)
+        edges = torch.arange(0, size + 1, DOCUMENT, dtype=torch.int32)
+        with LiveBytes([*lm.parameters(), *lm.buffers(), ids, places, rows, edges]) as live:
+            before = live.now
+            with compute_in(precision, torch.device(device)):
+                loss, _ = model(ids, ids, places, edges, rows)
+            found.append(live.now - before)
+        del loss
+    return found
+
+
+def facts_of(family):
+    return {key: value for key, value in {**SIZES, **FAMILIES[family]}.items() if value is not None}
+
+
+def planned(family, way, device="cpu", *, has_kernels=True):
+    lora, precision, narrow = WAYS[way]
+    shape = shape_from_config({"model_type": family, **facts_of(family), "num_hidden_layers": 2})
+    work = Work(shape, lora, device, has_kernels=has_kernels, narrow_weights=narrow)
+    layout = Layout(precision=precision, micro=Amount(256, "tokens"))
+    return activation_bytes_per_token(work, layout, DOCUMENT)[0]
+
+
+if __name__ == "__main__":
+    cases = [(family, way) for family in sys.argv[1:] for way in WAYS]
+    print(json.dumps([[*case, held(*case, "cuda"), planned(*case, "cuda")] for case in cases]))
