@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from held_layers import LiveBytes
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2_moe import modeling_qwen2_moe
 
@@ -226,3 +227,27 @@ def test_a_compiled_layer_is_one_graph_where_the_kernel_takes_all_documents(tiny
         layer.compile(dynamic=True, backend="eager", fullgraph=True)
     batch = packed(documents(model.lm.config.vocab_size))
     model(**batch)[0].backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_whose_values_are_smaller_than_keys_keep_no_scores(dtype):
+    """DeepSeek's: torch's kernels know heads of one size, and would leave them to its definition of attention."""
+    torch.manual_seed(0)
+    sizes, tokens = {"query": (4, 48), "key": (4, 48), "value": (4, 32)}, 512
+    inputs = {name: torch.randn(1, heads, tokens, dim) for name, (heads, dim) in sizes.items()}
+    wanted, found = (
+        {name: one.to(kind).requires_grad_() for name, one in inputs.items()} for kind in (torch.float64, dtype)
+    )
+    scores = wanted["query"] @ wanted["key"].transpose(2, 3) * 48**-0.5
+    unseen = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    (scores.masked_fill(unseen, float("-inf")).softmax(-1) @ wanted["value"]).square().sum().backward()
+    with LiveBytes(found.values()) as live:
+        out, _ = attend(torch.nn.Module(), **found, attention_mask=None)
+        held = live.now
+    assert held < tokens * 4 * 48 * 4 * 6 < 4 * tokens**2 * 4, "less than the scores of four heads"
+    assert out.shape == (1, tokens, 4, 32)
+    out.square().sum().backward()
+    limit = 1e-5 if dtype is torch.float32 else 2e-2
+    for name, one in wanted.items():
+        error = float((found[name].grad - one.grad).norm() / one.grad.norm())
+        assert error < limit, f"{name}: {error}"

@@ -135,7 +135,7 @@ def test_a_plan_knows_whether_attention_is_compiled(precision: str, has_it: bool
     asked = config(train={"precision": precision}, data={"train": ["x"], "packing": True})
     plan = make_plan(asked, demo_shape(), Machine(8, 2**36, 2**35, has_kernels=has_it), 1)
     assert plan.kernels[0].by == (NARROW if has_it else "torch, one call per document")
-    assert ("h (packed)" in str(plan.memory)) != has_it
+    assert ("h of attention (packed)" in str(plan.memory)) != has_it
 
 
 def why_of(chosen: Any, part: str) -> str:

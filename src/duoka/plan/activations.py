@@ -1,8 +1,8 @@
 """Bytes that a step keeps beside weights and state: activations by rule, the loss's logits, a layer's working space.
 
 Dropout keeps nothing: its masks are counted anew in the backward pass (model/dropout.py).
-Notation: h hidden size, kv key-value size, f feed-forward size, a heads, r rank of adapters, V vocabulary. The rules
-are exact counts of what autograd keeps for a Llama with fused parts and attention, measured; `memory.py` uses them.
+Notation: h hidden size, f feed-forward size, a heads, V vocabulary. What a layer's parts keep is counted in
+layer_parts.py; `memory.py` uses both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from duoka.plan.axes import deals_heads, key_value_heads
-from duoka.plan.layer_parts import Means, has_own_casts, kept_by_attention, kept_by_mlp, kept_by_norms
+from duoka.plan.layer_parts import (
+    Means,
+    has_own_casts,
+    is_latent,
+    kept_by_attention,
+    kept_by_mlp,
+    kept_by_norms,
+)
 from duoka.plan.layout import Layout
 from duoka.plan.recipe import ModelShare, Program, Work
 from duoka.plan.shape import adapted_linears
@@ -32,7 +39,8 @@ def has_own_attention(work: Work, layout: Layout) -> bool:
     """Whether a compiled kernel attends to all documents of a row in one call."""
     parts = work.shape.parts
     is_known = layout.precision in ("fp32", "bf16", "fp8") and layout.recompute != "selective"
-    return is_known and _is_compiled_for(work, layout) and not (parts.joined_qkv or parts.writes_attention)
+    is_other = parts.joined_qkv or parts.writes_attention or is_latent(work.shape)
+    return is_known and _is_compiled_for(work, layout) and not is_other
 
 
 def has_one_launch(work: Work, layout: Layout) -> bool:
@@ -109,6 +117,7 @@ def _kept_by_duoka(work: Work, layout: Layout, length: int) -> tuple[float, floa
     whole: float = norms * shape.hidden_size + 8 + apart
     cut = attention + shared
     formula = f"{norms:g}h of norms, {attention / shape.hidden_size:.3g}h of attention"
+    formula += f" ({'packed' if layout.packing else 'exchanged'})" if how.joins else ""
     formula += f", {(apart + shared) / shape.intermediate_size:.3g}f of {'experts' if shape.experts else 'the MLP'}"
     if shape.writes_scores:  # their softmax, in fp32 and as it is multiplied
         scores = 6 if how.is_half else 4

@@ -97,7 +97,7 @@ def has_own_casts(shape: ModelShape, how: Means) -> bool:
 def kept_by_attention(shape: ModelShape, how: Means) -> float:
     """From the products of queries, keys and values to the product behind; all of it is shared by heads."""
     size, parts = how.size, shape.parts
-    if any(one.name.endswith("kv_b_proj") for one in shape.linears):
+    if is_latent(shape):
         return _kept_by_latent_attention(shape, how)
     # Rotations are as wide as the stream where no kernel turns, and what is written out narrows nothing.
     turns = (how.on_gpu or how.kernels) and not parts.own_rotation
@@ -121,6 +121,10 @@ def kept_by_attention(shape: ModelShape, how: Means) -> float:
         cut += _norm_reads(parts.norm, size, how) * (shape.q_size + shape.kv_size)
         cut += _WIDE * (shape.num_heads + shape.num_kv_heads)
     return cut
+
+
+def is_latent(shape: ModelShape) -> bool:
+    return any(one.name.endswith("kv_b_proj") for one in shape.linears)
 
 
 def _kept_by_latent_attention(shape: ModelShape, how: Means) -> float:
