@@ -46,7 +46,11 @@ def has_own_attention(work: Work, layout: Layout) -> bool:
 def has_one_launch(work: Work, layout: Layout) -> bool:
     """Whether torch attends to all documents of a row in one launch, on a GPU."""
     parts = work.shape.parts
-    return work.device == "cuda" and layout.packing and layout.precision != "fp32" and not parts.writes_attention
+    return has_flash(work, layout) and layout.packing and not parts.writes_attention
+
+
+def has_flash(work: Work, layout: Layout) -> bool:
+    return work.device == "cuda" and work.has_flash and layout.precision != "fp32"
 
 
 def _is_compiled_for(work: Work, layout: Layout) -> bool:
@@ -98,6 +102,7 @@ def means_of(work: Work, layout: Layout) -> Means:
         on_gpu=on_gpu,
         kernels=is_narrow(work, layout),
         at_once=at_once,
+        repeats=on_gpu and not has_flash(work, layout),
         joins=layout.sp > 1 or (layout.packing and not at_once),
         exchanges=layout.sp > 1,
         learns=work.lora is None,

@@ -11,7 +11,7 @@ from duoka.config.schema import LoraConfig, RunConfig
 from duoka.plan.batch import spread_batch
 from duoka.plan.catalog import Cluster
 from duoka.plan.fill_in import fill_in
-from duoka.plan.layout import Layout
+from duoka.plan.layout import Layout, Precision
 from duoka.plan.memory import FITS, TIGHT, Memory
 from duoka.plan.recompute import RUNGS
 from duoka.plan.speed import estimate_speed
@@ -102,7 +102,8 @@ def single_changes(
     """
     now, before = _measure("", task, layout, cluster, available_bytes), _broken(config)
     found = []
-    for one in _tries(config, task, layout):
+    narrow: Precision = "bf16" if task.work.has_flash else "fp16"  # both since Ampere
+    for one in _tries(config, task, layout, narrow):
         changed = with_settings(config, one.settings)
         filled = fill_in(changed.train, one.task, one.layout, cluster, available_bytes).layout
         if _starves(one.task, filled) or _broken(changed) - before:
@@ -142,7 +143,8 @@ def _shorter(task: Task, length: int) -> Task:
     return replace(task, max_length=length, lengths=task.lengths.cut(length) if task.lengths else None)
 
 
-def _tries(config: RunConfig, task: Task, layout: Layout) -> Iterator[Try]:
+def _tries(config: RunConfig, task: Task, layout: Layout, narrow: Precision) -> Iterator[Try]:
+    """`narrow`: the type of half precision that these devices compute."""
     work, length = task.work, task.max_length
     for recompute in ("none", "1/2", "selective", "full"):
         if recompute != layout.recompute:
@@ -152,6 +154,8 @@ def _tries(config: RunConfig, task: Task, layout: Layout) -> Iterator[Try]:
             if tokens >= length:
                 micro = Amount(tokens, "tokens")
                 yield Try({"train.micro_batch": f"{tokens} tokens"}, task, replace(layout, micro=micro))
+    if layout.precision == "fp32" and work.device == "cuda":
+        yield Try({"train.precision": narrow}, task, replace(layout, precision=narrow))
     if not layout.compile and work.device == "cuda" and layout.ep == 1:
         yield Try({"train.compile": True}, task, replace(layout, compile=True))
     if layout.dp > 1 and not layout.axes and config.parallel.layout is None:

@@ -248,6 +248,8 @@ def _choose_precision(train: TrainConfig, machine: Machine, reasons: dict[str, s
     if asked == "auto":
         chosen = "bf16" if machine.has_native_bf16 else "fp32"
         reasons["train.precision"] = f"{chosen}: {machine.bf16_reason}"
+        if chosen == "fp32" and machine.has_fast_fp16:
+            reasons["train.precision"] += "; fp16 is several times as fast, where a model stays in its range"
         return cast(Precision, chosen)
     if asked == "fp8" and not machine.gpus:
         warnings.append(

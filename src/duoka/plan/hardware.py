@@ -24,7 +24,8 @@ _CPU_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 # Where oneDNN, torch's library of products, is told the highest that it may use: the first of these that is set.
 _HIGHEST = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _BELOW_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
-_BF16_CAPABILITY = 8.0  # Ampere, 2020
+_AMPERE = 8.0  # 2020: bf16, and torch's FlashAttention
+_VOLTA = 7.0  # 2017: fp16 in tensor cores
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,16 @@ class Machine:
     @property
     def has_native_bf16(self) -> bool:
         if self.gpus:
-            return all(gpu.capability >= _BF16_CAPABILITY for gpu in self.gpus)
+            return all(gpu.capability >= _AMPERE for gpu in self.gpus)
         return bool(self.cpu_bf16) and not self.bf16_hindrance
+
+    @property
+    def has_flash(self) -> bool:
+        return all(gpu.capability >= _AMPERE for gpu in self.gpus)
+
+    @property
+    def has_fast_fp16(self) -> bool:
+        return bool(self.gpus) and all(gpu.capability >= _VOLTA for gpu in self.gpus)
 
     @property
     def bf16_reason(self) -> str:

@@ -237,7 +237,8 @@ def expected(config: RunConfig, work: Work, layout: Layout, machine: Machine) ->
         no_native="" if work.has_kernels else "no C++ compiler (duoka doctor)",
         shares=layout.packing and may_share(config),
         no_sharing=why_no_sharing(config, layout),
-        no_documents=wide,
+        no_documents=wide
+        or ("" if work.has_flash else "its kernel asks for a GPU of compute capability 8 (Ampere) or more"),
         no_liger=dict.fromkeys(LIGER_PARTS, machine.no_liger) if machine.no_liger else {},
         no_triton=machine.no_triton,
     )

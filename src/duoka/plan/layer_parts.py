@@ -23,6 +23,7 @@ class Means:
     on_gpu: bool
     kernels: bool  # compiled ones of a CPU, in half precision
     at_once: bool  # attention over all documents of a row in one launch
+    repeats: bool  # keys that heads share, for each head: of a GPU's fused kernels FlashAttention alone shares them
     joins: bool  # documents' outputs, or what was exchanged, into a tensor of their own
     exchanges: bool  # along the sequence: keys and values come as tensors of their own
     learns: bool  # norms' weights do
@@ -104,7 +105,7 @@ def kept_by_attention(shape: ModelShape, how: Means) -> float:
     wide = max(size, how.stream) if parts.writes_attention and not turns else size
     rotates = not shape.num_positions
     cut: float = wide * shape.q_size if rotates or how.at_once or not parts.joined_qkv else 0.0
-    if repeats_keys(shape, how):
+    if how.repeats and shape.num_kv_heads < shape.num_heads and not parts.writes_attention:
         cut += 2 * size * shape.q_size
     elif parts.joined_qkv and not (how.at_once or how.exchanges):
         # Values are a view of the joined product, which stays for them; what is not rotated is one too.
@@ -131,21 +132,15 @@ def _kept_by_latent_attention(shape: ModelShape, how: Means) -> float:
     """Queries, keys and values through narrow products with norms (DeepSeek); values are filled up to keys' size."""
     out = {one.name.rsplit(".", 1)[-1]: one for one in shape.linears}
     keys, up = (out.get("q_b_proj") or out["q_proj"]).num_out, out["kv_b_proj"]
-    narrow = {up.num_in: out["kv_a_proj_with_mqa"].num_out}  # what a norm gives, and what it reads a part of
+    narrow = [(up.num_in, out["kv_a_proj_with_mqa"].num_out)]  # what a norm gives, and what it reads a part of
     if "q_b_proj" in out:
-        narrow[out["q_b_proj"].num_in] = out["q_b_proj"].num_in
+        narrow.append((out["q_b_proj"].num_in, out["q_b_proj"].num_in))
     kept: float = 0.0
-    for given, read in narrow.items():
+    for given, read in narrow:
         kept += _norm_reads(shape.parts.norm, how.size, how) * read
         kept += how.size * given
     # Beside them what documents' outputs are joined into, or cut out of filled heads.
     return kept + how.size * (4 * keys + shape.q_size) + _WIDE * shape.num_heads
-
-
-def repeats_keys(shape: ModelShape, how: Means) -> bool:
-    """Whether each head has keys of its own: in fp32 no fused kernel of a GPU knows heads that share them."""
-    shares = shape.num_kv_heads < shape.num_heads and not shape.parts.writes_attention
-    return how.on_gpu and not how.is_half and shares
 
 
 # Tensors of an MLP without a gate: the product and its activation, of which one is enough; more where it is in steps.

@@ -77,6 +77,7 @@ class Work:
     reshard: Reshard = True  # FSDP: whether weights are given back after each layer's forward pass
     deepspeed: DeepSpeedConfig | None = None  # its switches, where it is the engine
     has_kernels: bool = True  # compiled ones: on a CPU by a C++ compiler, on a GPU by Triton
+    has_flash: bool = True  # torch's FlashAttention, on a GPU
     has_allocator: bool = True  # on a CPU: tcmalloc or jemalloc, in place of the C library's heap
     thin_gradients: bool = False  # PowerSGD: residuals of this step and the one before, each as large as the gradients
 

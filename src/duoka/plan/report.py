@@ -337,7 +337,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine, local_size: in
         saves_beside=config.checkpoint.is_async, is_new=config.model.is_new,
         thin_gradients=packed.gradients == "powersgd",
         has_kernels=not machine.no_triton if machine.device == "cuda" else machine.has_kernels,
-        has_allocator=machine.has_allocator,
+        has_allocator=machine.has_allocator, has_flash=machine.has_flash,
         weight_bits=packed.weight_bits, gradient_bits=packed.gradient_bits,
         reshard=config.parallel.reshard, node_ranks=local_size if config.parallel.reshard == "node" else 0,
         deepspeed=switches(config.parallel) if config.parallel.engine == "deepspeed" else None,
