@@ -12,6 +12,7 @@ import torch
 from emulated import kernels
 
 NAME, TOTAL_BYTES = "NVIDIA H100 80GB HBM3", 80 * 2**30  # as machine/nvidia-smi says
+CAPABILITY = tuple(int(part) for part in os.environ.get("EMULATED_CAPABILITY", "9.0").split("."))
 _library = None
 
 
@@ -111,12 +112,13 @@ def _asked_of_devices():
     count = int(os.environ["EMULATED_GPUS"])
     return {
         "is_available": lambda: True, "is_initialized": lambda: True, "_lazy_init": lambda: None, "init": lambda: None,
-        "_is_compiled": lambda: True, "is_bf16_supported": lambda *args, **kwargs: True, "cudart": _Runtime,
+        "_is_compiled": lambda: True, "cudart": _Runtime,
+        "is_bf16_supported": lambda *args, **kwargs: CAPABILITY >= (8, 0),
         "device_count": lambda: count, "current_device": lambda: _library.emulated_current(), "device": _Device,
         "set_device": lambda device: _library.emulated_set_current(_index(device)),
-        "get_device_name": lambda device=None: NAME, "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: NAME, "get_device_capability": lambda device=None: CAPABILITY,
         "get_device_properties": lambda device=None: SimpleNamespace(
-            name=NAME, total_memory=TOTAL_BYTES, major=9, minor=0, multi_processor_count=132,
+            name=NAME, total_memory=TOTAL_BYTES, major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=132,
             uuid=f"GPU-00000000-{_index(device)}", L2_cache_size=50 * 2**20,
         ),
     }  # fmt: skip

@@ -271,7 +271,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 bool is_fused(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
               double dropout, bool grouped) {
   bool half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
-  bool flash = half && !(mask && mask->defined()) && query.size(-1) <= 256 && query.size(-1) == value.size(-1);
+  static const char* capability = std::getenv("EMULATED_CAPABILITY");
+  bool flash = (!capability || std::atof(capability) >= 8) && half && !(mask && mask->defined()) && query.size(-1) <= 256 && query.size(-1) == value.size(-1);
   return query.dim() == 4 && dropout == 0 && (flash || !grouped || query.size(1) == key.size(1));
 }
 Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,

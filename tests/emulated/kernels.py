@@ -101,6 +101,8 @@ def _provide_attention():
         query, key, value, query_edges, key_edges, longest_query, longest_key, is_causal=False, scale=None,
         window_size=None, enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
     ):  # fmt: skip
+        if torch.cuda.get_device_capability() < (8, 0):
+            raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
         if any(one.dtype not in HALF for one in (query, key, value)):
             raise RuntimeError("FlashAttention only supports fp16 and bf16")
         if not query.shape[-1] == key.shape[-1] == value.shape[-1]:

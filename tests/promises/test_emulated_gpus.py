@@ -161,6 +161,24 @@ def test_a_gpu_learns_what_a_cpu_learns(on_one, name):
     compare(on_one, name, ONE[name][2])
 
 
+@pytest.mark.nightly
+def test_a_gpu_before_ampere_learns_it_too(on_one, library):
+    """A T4: without bf16, and without FlashAttention."""
+    env = environment(1, library) | fresh_cache(on_one / "cache") | {"EMULATED_CAPABILITY": "7.5"}
+    jobs = {"full": ["train.precision=auto"], "fp16": FP16}
+    train_on_gpus(
+        [(on_one / "sft.yaml", [*more, "log.to=[]"], on_one / "t4" / name) for name, more in jobs.items()], 1, env
+    )
+    for name, (_, _, near) in ONE.items():
+        if name not in jobs:
+            continue
+        there, here = (learned(on_one / where / name) for where in ("t4", "cpu"))
+        assert [one["loss"] for one in there] == pytest.approx([one["loss"] for one in here], rel=near)
+        plan = json.loads((on_one / "t4" / name / "plan.json").read_text(encoding="utf-8"))
+        assert plan["layout"]["precision"] == ("fp32" if name == "full" else "fp16")
+        assert plan["kernels"][0]["by"] == "torch, one call per document"
+
+
 def test_what_a_gpu_holds_is_counted(on_one):
     """By the device, not by the process: the interpreter alone takes 300 MiB."""
     events = (on_one / "gpu" / "full" / "events" / "rank00000.jsonl").read_text(encoding="utf-8").splitlines()
