@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from duoka.config.schema import LoraConfig
 from duoka.plan.activations import activation_bytes_per_token
 from duoka.plan.layout import Layout
+from duoka.plan.memory import estimate_memory
 from duoka.plan.recipe import Work
 from duoka.plan.shape import shape_from_config
 from duoka.units import Amount
@@ -47,6 +48,7 @@ WAYS = {
     "lora, bf16": (LORA, "bf16", False),
     "full, fp32": (None, "fp32", False),
     "lora, fp32": (LORA, "fp32", False),
+    "lora, bf16, dropout": (LoraConfig(dropout=0.05), "bf16", False),
 }
 
 
@@ -80,8 +82,14 @@ class LiveBytes(TorchDispatchMode):
 
 def held(family, way, device="cpu"):
     """Bytes per token and layer: what more layers and more tokens hold, less what they hold of weights."""
-    (low, high), tokens = ([_held_by(family, way, layers, device) for layers in (1, 3)], (128, 256))
-    return ((high[1] - low[1]) - (high[0] - low[0])) / 2 / (tokens[1] - tokens[0])
+    return held_apart(family, way, device)[0]
+
+
+def held_apart(family, way, device="cpu"):
+    """(of a token in a layer, of a layer whatever there are tokens)."""
+    (few, more), (few_above, more_above) = (_held_by(family, way, layers, device) for layers in (1, 3))
+    of_token = ((more_above - more) - (few_above - few)) / 2 / 128
+    return of_token, (few_above - few) / 2 - 128 * of_token
 
 
 def _held_by(family, way, layers, device):
@@ -124,13 +132,25 @@ def facts_of(family):
 
 
 def planned(family, way, device="cpu", *, has_kernels=True):
-    lora, precision, narrow = WAYS[way]
-    shape = shape_from_config({"model_type": family, **facts_of(family), "num_hidden_layers": 2})
-    work = Work(shape, lora, device, has_kernels=has_kernels, narrow_weights=narrow)
-    layout = Layout(precision=precision, micro=Amount(256, "tokens"))
+    work, layout = _recipe(family, way, device, 2, has_kernels)
     return activation_bytes_per_token(work, layout, DOCUMENT)[0]
 
 
+def planned_copies(family, way):
+    """Of weights, of one layer."""
+    of_one, of_two = (
+        estimate_memory(*_recipe(family, way, "cpu", layers), 256, later=0).parts.get("casts", 0) for layers in (1, 2)
+    )
+    return of_two - of_one
+
+
+def _recipe(family, way, device, layers, has_kernels=True):
+    lora, precision, narrow = WAYS[way]
+    shape = shape_from_config({"model_type": family, **facts_of(family), "num_hidden_layers": layers})
+    work = Work(shape, lora, device, has_kernels=has_kernels, narrow_weights=narrow)
+    return work, Layout(precision=precision, micro=Amount(256, "tokens"))
+
+
 if __name__ == "__main__":
-    cases = [(family, way) for family in sys.argv[1:] for way in WAYS]
+    cases = [(family, way) for family in sys.argv[1:] for way in WAYS if "dropout" not in way]
     print(json.dumps([[*case, held(*case, "cuda"), planned(*case, "cuda")] for case in cases]))

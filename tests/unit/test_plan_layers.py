@@ -1,34 +1,63 @@
 """What plans count that a layer keeps, beside what layers of each family do keep, on a CPU; of GPUs: tests/promises."""
 
 import pytest
-from held_layers import FAMILIES, WAYS, held, planned
+from held_layers import FAMILIES, WAYS, held, held_apart, planned, planned_copies
 
 from duoka.model import experts, native
 from duoka.plan.compiler import SWITCH, has_kernels
 
 OFTEN = ("llama", "qwen3", "gemma2", "phi3", "gpt_neox", "qwen3_moe", "deepseek_v3")
+DROPS = "lora, bf16, dropout"
 CASES = [
     pytest.param(family, way, marks=() if family in OFTEN and way != "lora, fp32" else pytest.mark.nightly)
     for family in FAMILIES
     for way in WAYS
+    if way != DROPS
 ]
 
 
-def compare(family, way, monkeypatch):
-    # Rows of zeros that fill experts are a share of small batches alone.
+@pytest.fixture(autouse=True)
+def no_filled_rows(monkeypatch):
+    """Rows of zeros that fill experts are a share of small batches alone."""
     monkeypatch.setattr(experts, "fills_experts", lambda: False)
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    monkeypatch.setenv(SWITCH, "0")
+    native.forget()
+    yield
+    native.forget()
+
+
+def compare(family, way):
     found, counted = held(family, way), planned(family, way, has_kernels=has_kernels())
     assert counted == pytest.approx(found, rel=0.02), f"{found / 256:.2f}h held, {counted / 256:.2f}h planned"
 
 
 @pytest.mark.parametrize(("family", "way"), CASES)
-def test_a_layer_keeps_what_is_planned(family, way, monkeypatch):
-    compare(family, way, monkeypatch)
+def test_a_layer_keeps_what_is_planned(family, way):
+    compare(family, way)
 
 
-@pytest.mark.parametrize(("family", "way"), [case for case in CASES if "bf16" in case.values[1]])
-def test_and_without_compiled_kernels(family, way, monkeypatch, request):
-    request.addfinalizer(native.forget)
-    monkeypatch.setenv(SWITCH, "0")
-    native.forget()
-    compare(family, way, monkeypatch)
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [case if "bf16" in case.values[1] else pytest.param(*case.values, marks=pytest.mark.nightly) for case in CASES],
+)
+def test_and_without_compiled_kernels(family, way, without_kernels):
+    compare(family, way)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "qwen2_moe"])
+def test_dropout_of_adapters_keeps_nothing(family):
+    """Also where rows and tokens come in one dim: OPT's MLP and shared experts kept a quarter and a tenth more."""
+    compare(family, DROPS)
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [("llama", "full, bf16"), ("llama", "lora, bf16"), ("qwen3_moe", "lora, bf16"), ("qwen3_moe", "lora, fp32")],
+)
+def test_copies_of_weights_are_planned_too(family, way):
+    """Autocast's, and what PEFT makes of experts and their adapters."""
+    assert planned_copies(family, way) == pytest.approx(held_apart(family, way)[1], rel=0.01)

@@ -261,7 +261,8 @@ def _forward_adapted(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> t
     drop = self.lora_dropout[name]
     keys = drop.counted_keys(x) if isinstance(drop, CountedDropout) else None
     is_drawn = keys is None and self.training and not isinstance(drop, _NO_DROPOUT)
-    fits = keys is None or x.shape[:-1] == keys.shape
+    # Rows and tokens may lie in one dim (OPT's MLP, shared experts).
+    fits = keys is None or x.shape[:-1] in (keys.shape, (keys.numel(),))
     if args or kwargs or self.disable_adapters or self.merged or is_drawn or not fits:
         return super(type(self), self).forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]
     base, is_narrowed = self.base_layer, torch.is_autocast_enabled(x.device.type)
