@@ -197,9 +197,9 @@ def _attend_apart(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, how: Scoring
 ) -> torch.Tensor:
     """One call per document: a quadratic cost of each document's length instead of the whole row's."""
-    # Split, not sliced: the gradient of a slice is as large as the row.
     if not how.is_written_out:
         key, value = share_keys(query, key, value)
+    # Split, not sliced: the gradient of a slice is as large as the row.
     lengths = documents.lengths.tolist()
     held = lengths if documents.keys is None else documents.keys.lengths.tolist()
     apart = zip(query.split(lengths, dim=2), key.split(held, dim=2), value.split(held, dim=2), strict=True)

@@ -144,7 +144,7 @@ def _kept_by_latent_attention(shape: ModelShape, how: Means) -> float:
 
 
 # Tensors of an MLP without a gate: the product and its activation, of which one is enough; more where it is in steps.
-_PLAIN = {"relu": 1, "gelu_new": 5, "gelu_fast": 5}
+_PLAIN = {"relu": 1, "gelu_new": 5}
 _GATED = 4  # with a gate, as the model writes it: gate, its activation, the other product, both multiplied
 _CLAMPED = 7  # and cut off, as gpt-oss does
 
@@ -152,7 +152,7 @@ _CLAMPED = 7  # and cut off, as gpt-oss does
 def kept_by_mlp(shape: ModelShape, how: Means, *, adapted: bool) -> tuple[float, float]:
     """(what each rank of a tensor axis keeps whole, what they share)."""
     if shape.experts is not None:
-        return _kept_by_experts(shape, shape.experts, how, adapted), 0.0
+        return _kept_by_experts(shape, shape.experts, how, adapted)
     parts, size = shape.parts, how.size
     if not shape.gated:
         kept = size * _PLAIN.get(parts.act, 2)
@@ -164,13 +164,16 @@ def kept_by_mlp(shape: ModelShape, how: Means, *, adapted: bool) -> tuple[float,
     return 0.0, (2 + adapted) * size * shape.intermediate_size
 
 
-def _kept_by_experts(shape: ModelShape, experts: Experts, how: Means, adapted: bool) -> float:
-    """Each expert that a token visits reads a row of its own, and what it gives is kept to be weighed."""
+def _kept_by_experts(shape: ModelShape, experts: Experts, how: Means, adapted: bool) -> tuple[float, float]:
+    """Each expert that a token visits reads a row of its own, and what it gives is kept to be weighed.
+
+    Ranks of a tensor axis send some of the tokens each, and all know what routers read.
+    """
     size, active = how.size, experts.num_active
     width = active * (experts.num_parameters_each // (3 * shape.hidden_size))
     shared = max(0, shape.intermediate_size - width)
-    rows = (1 + how.experts_learn) * active * size
-    rows += size * any(one.name.endswith("shared_expert_gate") for one in shape.linears)
-    rows += size * (experts.wide_router and how.is_half and how.learns)  # a copy by way of fp32
+    whole = size * any(one.name.endswith("shared_expert_gate") for one in shape.linears)
+    whole += size * (experts.wide_router and how.is_half and how.learns)  # a copy by way of fp32
+    rows = (1 + how.experts_learn) * active * size * shape.hidden_size
     inside = (_CLAMPED if shape.parts.writes_attention else _GATED) - (not how.experts_learn)
-    return rows * shape.hidden_size + inside * size * width + (2 + adapted) * size * shared
+    return whole * shape.hidden_size, rows + inside * size * width + (2 + adapted) * size * shared
