@@ -1,18 +1,17 @@
 """The dry run against a real step of the same model, and its collectives against theory."""
 
 import gc
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from held_layers import LiveBytes
 
 from duoka.bench import dry_run as module
 from duoka.bench.dry_run import dry_run
 from duoka.config.schema import RunConfig
+from duoka.plan.activations import activation_bytes_per_token
 from duoka.plan.layout import Layout, parse_layout
 from duoka.plan.memory import estimate_memory
 from duoka.plan.recipe import Work
@@ -27,32 +26,6 @@ FACTS = {
 SHALLOW = FACTS | {"num_hidden_layers": 2}  # half of the time, where a layer is as all
 PLAIN = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"]}})
 ADAPTED = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"]}, "lora": {"rank": 8, "dropout": 0.0}})
-
-
-class Live(TorchDispatchMode):
-    """Bytes of all storages that are alive, counted apart from the dry run's own tracker."""
-
-    def __init__(self, held):
-        super().__init__()
-        self.sizes, self.now, self.peak = {}, 0, 0
-        for tensor in held:
-            self.add(tensor)
-
-    def add(self, tensor):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.sizes:
-            self.sizes[storage._cdata] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self.drop, storage._cdata)
-
-    def drop(self, key):
-        self.now -= self.sizes.pop(key, 0)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self.add, out)
-        return out
 
 
 def real_peak(lora, recompute):
@@ -79,7 +52,7 @@ def real_peak(lora, recompute):
     for _ in range(2):
         gc.collect()
         states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-        with Live([*lm.parameters(), *lm.buffers(), *states]) as live:
+        with LiveBytes([*lm.parameters(), *lm.buffers(), *states]) as live:
             loss, _ = model(ids, ids, ids)
             loss.backward()
             del loss
@@ -165,6 +138,27 @@ def test_a_dry_run_walks_along_the_axis_of_experts(name):
     wanted = sum(one.sent_bytes for one in theory)
     sent = sum(one.sent_bytes for one in found.traffic.values())
     assert sent == pytest.approx(wanted, rel=0.05), ({k: vars(v) for k, v in found.traffic.items()}, theory)
+
+
+@pytest.mark.parametrize("name", ["single", "single.tp2.ep2"])
+def test_ranks_of_a_tensor_axis_keep_a_part_of_what_experts_read(name):
+    """What more layers keep of more tokens, which is nothing of weights."""
+    layout = replace(parse_layout(name), packing=False)
+
+    def forward(layers, tokens):
+        return dry_run(PLAIN, MIXTURE | {"num_hidden_layers": layers}, layout, [tokens]).phases["forward"]
+
+    kept = ((forward(3, 512) - forward(3, 256)) - (forward(1, 512) - forward(1, 256))) / 2 / 256
+    planned, _ = activation_bytes_per_token(Work(shape_from_config(MIXTURE), None, has_kernels=False), layout)
+    assert planned == pytest.approx(kept, rel=0.02)
+
+
+@pytest.mark.parametrize("settings", [{"train": {"weights": "bf16"}}, {"optim": {"name": "muon"}}])
+def test_an_optimizer_that_asks_for_the_number_of_its_step_is_run(settings):
+    config = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"]}, **settings})
+    layout = replace(parse_layout("fsdp4"), packing=False, precision="bf16")
+    found = dry_run(config, SHALLOW, layout, [TOKENS])
+    assert found.phases["optimizer step"] > 0
 
 
 def test_what_is_only_planned_has_no_code_to_run():

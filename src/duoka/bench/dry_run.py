@@ -386,6 +386,8 @@ class StoragePeak(TorchDispatchMode):
         if func is torch.ops.aten.nonzero.default:
             # Which tokens are targets is data, and there is none: all of them.
             return torch.arange(args[0].numel()).unsqueeze(1)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1  # a number that the host asks for: which step it is
         out = func(*args, **(kwargs or {}))
         tree_map_only(torch.Tensor, self._add, out)
         return out

@@ -269,16 +269,20 @@ def _dry_run(subject: _Subject, plan: Plan) -> DryRun:
 
 def _dry_run_lines(plan: Plan, found: DryRun) -> list[str]:
     """What the real code would allocate, beside the arithmetic, without what no code of ours allocates."""
+    from duoka.plan.task import memory_of
     from duoka.units import format_bytes, format_seconds
 
-    parts = plan.memory.parts
-    arithmetic = plan.memory.peak_bytes - parts.get("framework", 0) - parts.get("checkpoint copy", 0)
+    # Fake tensors are computed by torch's operators of a CPU, whatever the plan is for.
+    plain = replace(plan.task.work, device="cpu", has_kernels=False)
+    memory = memory_of(replace(plan.task, work=plain), plan.layout)
+    parts = memory.parts
+    arithmetic = memory.peak_bytes - sum(parts.get(name, 0) for name in ("framework", "heap", "checkpoint copy"))
     off = arithmetic / found.peak_bytes - 1
     pp = plan.layout.pp
     layers = " and ".join(map(str, found.probed)) if pp == 1 else f"the larger of the ends of {pp} stages of"
     out = [
         "",
-        f"dry run  {format_bytes(found.peak_bytes)} at the peak of two steps of the real code on fake tensors "
+        f"dry run  {format_bytes(found.peak_bytes)} at the peak of two steps of the real code on fake tensors of a CPU "
         f"({format_seconds(found.seconds)};",
         f"         {layers} of {found.num_layers} layers run); by arithmetic {format_bytes(arithmetic)} ({off:+.1%})",
     ]
