@@ -50,6 +50,7 @@ __all__ = [
     "like_sharded",
     "living_bytes",
     "plain_call",
+    "read_number",
     "scaled_mm",
     "set_call",
     "storage_key",
@@ -59,6 +60,7 @@ __all__ = [
 
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
+read_number = torch.ops.aten._local_scalar_dense.default  # what int(tensor) asks, as a dispatch mode sees it
 scaled_mm = torch._scaled_mm  # of 8-bit floats; the public one takes one more list of how scales lie, from 2.10 on
 
 

@@ -142,6 +142,16 @@ def test_a_module_is_called_otherwise():
 def test_small_ones():
     tensors = [torch.ones(4), torch.zeros(2)]
     assert [norm.item() for norm in torch_private.foreach_norm(tensors)] == [2, 0]
+    asked = []
+
+    class Asked(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            asked.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Asked():
+        assert int(torch.tensor(3)) == 3
+    assert torch_private.read_number in asked
     torch_private.foreach_mul_(tensors, 3)
     assert tensors[0].sum() == 12
     assert isinstance(torch.nn.BatchNorm1d(2), torch_private.NormBase)
