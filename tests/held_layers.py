@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 from duoka.config.schema import LoraConfig
 from duoka.plan.activations import activation_bytes_per_token
 from duoka.plan.layout import Layout
-from duoka.plan.memory import estimate_memory
-from duoka.plan.recipe import Work
+from duoka.plan.moments import LOSS, pass_moments
+from duoka.plan.recipe import Work, shares
 from duoka.plan.shape import shape_from_config
 from duoka.units import Amount
 
@@ -138,10 +138,13 @@ def planned(family, way, device="cpu", *, has_kernels=True):
 
 def planned_copies(family, way):
     """Of weights, of one layer."""
-    of_one, of_two = (
-        estimate_memory(*_recipe(family, way, "cpu", layers), 256, later=0).parts.get("casts", 0) for layers in (1, 2)
-    )
+    of_one, of_two = (_copies(*_recipe(family, way, "cpu", layers)) for layers in (1, 2))
     return of_two - of_one
+
+
+def _copies(work, layout):
+    share = shares(work, layout)[0]
+    return dict(pass_moments(work, layout, share, 256, 0, is_first=True, is_only=True))[LOSS]["casts"]
 
 
 def _recipe(family, way, device, layers, has_kernels=True):

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import functools
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,18 +19,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from duoka.bench.storage_peak import BETWEEN, Part, StoragePeak
 from duoka.comm.ledger import LEDGER, Traffic
 from duoka.comm.world import World
 from duoka.config.schema import RunConfig
 from duoka.model.attention import register_attention
-from duoka.model.build import LossModel, named_part, quiet_loading
+from duoka.model.build import LossModel, find_core, named_part, quiet_loading
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.experts import use_own_experts
 from duoka.model.freeze import apply_train_only
+from duoka.model.layers import find_layers
 from duoka.model.lora import apply_lora
 from duoka.model.split_products import Waiting
 from duoka.optim.build import build_optimizer
 from duoka.optim.clip import clip_gradients
+from duoka.optim.roles import assign_roles
 from duoka.parallel.apply import parallelize
 from duoka.parallel.engine import Engine
 from duoka.parallel.mesh import build_mesh
@@ -40,20 +42,11 @@ from duoka.parallel.precision import compute_in
 from duoka.parallel.sequence import share_sequences
 from duoka.plan.layout import Layout
 from duoka.plan.recompute import is_share
-from duoka.torch_private import (
-    FakeTensorMode,
-    TorchDispatchMode,
-    fake_store,
-    forget_shardings,
-    innermost,
-    read_number,
-    tree_map_only,
-)
+from duoka.torch_private import FakeTensorMode, fake_store, forget_shardings
 from duoka.units import parse_share_of_layers
 
 # With prefetching and recompute, 2 layers are not yet a steady state; from 4 on everything is a straight line.
 PROBED_LAYERS = (4, 8)
-BLOCK_BYTES = 512  # what an allocator rounds to
 PHASES = ("forward", "backward", "optimizer step")
 
 
@@ -100,12 +93,12 @@ def dry_run(
     if layout.pp > 1:  # a stage has few layers anyway
         probed: tuple[int, ...] = (layers,)
         ends = [_probe(config, dict(facts), layout, sizes, place, num_micro) for place in (0, layout.pp - 1)]
-        runs = [max(ends, key=lambda run: max(run.phases.values()))]
+        runs = [max(ends, key=lambda run: max(run.peaks.values()))]
     else:
         probed = _probed_layers(layout)
         probed = probed if layers > probed[-1] else (layers,)
         runs = [_probe(config, _cut(facts, number), layout, sizes) for number in probed]
-    phases = {name: _line(probed, [run.phases[name] for run in runs], layers) for name in PHASES}
+    phases = {name: _most(name, probed, runs, layers) for name in PHASES}
     kinds = dict.fromkeys(kind for run in runs for kind in run.traffic)
     carried = {
         kind: _traffic_line(probed, [run.traffic.get(kind, Traffic()) for run in runs], layers) for kind in kinds
@@ -134,6 +127,14 @@ def _note(layout: Layout) -> str:
     if layout.pp > 1:
         return "messages between stages are not sent here: the plan above counts them"
     return "DDP's exchange is not run: its buckets are the gradients" if layout.strategy == "ddp" else ""
+
+
+def _most(phase: str, probed: tuple[int, ...], runs: Sequence[_Probe], layers: int) -> int:
+    """Of a phase's parts, each along its own line: which of them has the peak may be another of more layers."""
+    parts = [part for part in runs[0].peaks if part.phase == phase and all(part in run.peaks for run in runs)]
+    if len(runs) > 1:  # from one end to the other memory grows or shrinks: no peak lies between them
+        parts = [part for part in parts if part.place != BETWEEN]
+    return max(_line(probed, [run.peaks[part] for run in runs], layers) for part in parts)
 
 
 def _line(at: tuple[int, ...], values: list[int], where: int) -> int:
@@ -168,7 +169,7 @@ def _cut(facts: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Probe:
-    phases: Mapping[str, int]
+    peaks: Mapping[Part, int]
     traffic: Mapping[str, Traffic]
 
 
@@ -181,19 +182,31 @@ def _probe(
         with FakeTensorMode(allow_non_fake_inputs=True), StoragePeak() as live:
             engine.bare.to_empty(device="cpu")
             engine.bare.core.tie_weights()  # type: ignore[operator, union-attr]  # to_empty gives tied names a tensor each
+            core = find_core(engine.bare)
             optimizer = build_optimizer(
-                _trainable(engine), config.optim, on_host=layout.offload == "optimizer", share=layout.offload_share
+                _trainable(engine),
+                config.optim,
+                on_host=layout.offload == "optimizer",
+                share=layout.offload_share,
+                roles=assign_roles(named_part(engine.bare), core, find_layers(core)),
             )
             live.hold(engine.bare)
-            phases: dict[str, int] = {}
+            is_ddp = layout.strategy == "ddp" and layout.pp == 1
+            # Gradients of several micro-batches add up beside DDP's buckets.
+            buckets = [torch.empty_like(one) for one in _trainable(engine).values() if is_ddp and len(sizes) > 1]
             run = _step
             if isinstance(engine, Pipeline):
                 run = functools.partial(_step_of_stages, num_micro=num_micro)
+            else:
+                live.watch(find_layers(core))
             for _ in range(2):  # the optimizer's state exists from the second step on
-                phases = run(engine, optimizer, layout, sizes, config.optim.clip, live)
+                live.peaks.clear()
+                run(engine, optimizer, layout, sizes, config.optim.clip, live)
+                # Of one micro-batch they are the buckets, which stay from step to step.
+                optimizer.zero_grad(set_to_none=not is_ddp or bool(buckets))
             traffic = dict(LEDGER.traffic)
             LEDGER.traffic.clear()
-    return _Probe(phases, traffic)
+    return _Probe(live.peaks, traffic)
 
 
 def _trainable(engine: Engine) -> dict[str, torch.nn.Parameter]:
@@ -208,33 +221,27 @@ def _step(
     sizes: Sequence[int],
     clip: float,
     live: StoragePeak,
-) -> dict[str, int]:
-    phases: dict[str, int] = {}
+) -> None:
     device = torch.device("cpu")
-    live.start_phase()
     for number, tokens in enumerate(sizes, 1):
         LEDGER.traffic.clear()
+        live.enter(Part("forward", number))
         ids = torch.zeros((1, tokens), dtype=torch.long)
         with engine.exchange(number == len(sizes)):
             with compute_in(layout.precision, device):
                 loss, _ = engine.model(ids, ids, ids)
-            phases["forward"] = max(live.start_phase(), phases.get("forward", 0))
+            live.enter(Part("backward", number))
             loss.backward()
             del loss
-            phases["backward"] = max(live.start_phase(), phases.get("backward", 0))
     engine.sum_axes()
-    return phases | _update(engine, optimizer, layout, clip, live)
+    _update(engine, optimizer, layout, clip, live)
 
 
-def _update(
-    engine: Engine, optimizer: torch.optim.Optimizer, layout: Layout, clip: float, live: StoragePeak
-) -> dict[str, int]:
+def _update(engine: Engine, optimizer: torch.optim.Optimizer, layout: Layout, clip: float, live: StoragePeak) -> None:
+    live.enter(Part("optimizer step"))
     clip_gradients(_trainable(engine).values(), clip)
     optimizer.step()
-    peak = live.start_phase()
-    # DDP's gradients are its buckets, which stay from step to step.
-    optimizer.zero_grad(set_to_none=layout.strategy != "ddp" or layout.pp > 1)
-    return {"optimizer step": peak}
+    live.leave()
 
 
 def _step_of_stages(
@@ -246,9 +253,8 @@ def _step_of_stages(
     live: StoragePeak,
     *,
     num_micro: int,
-) -> dict[str, int]:
+) -> None:
     """The passes of this rank in the schedule's order; what other ranks would send arrives at once."""
-    phases = dict.fromkeys(("forward", "backward"), 0)
     stages = engine.stages
     count = num_micro if layout.schedule == "gpipe" else min(num_micro, 2 * layout.pp * layout.virtual)
     ids = torch.zeros((1, sizes[0]), dtype=torch.long)
@@ -257,8 +263,8 @@ def _step_of_stages(
     last = max((at for at, one in enumerate(order) if one.kind == "backward"), default=-1)
     held: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
     waiting: dict[tuple[int, int], Waiting] = {}
-    live.start_phase()
     for at, one in enumerate(order):
+        live.enter(Part("forward" if one.kind == "forward" else "backward"))
         if one.kind == "forward":
             entered = torch.empty(shape, dtype=stages.dtype) if one.stage else None
             if entered is not None:
@@ -274,9 +280,7 @@ def _step_of_stages(
         else:
             waiting.pop((one.stage, one.micro)).finish()
         entered = states = None  # type: ignore[assignment]
-        phase = "forward" if one.kind == "forward" else "backward"
-        phases[phase] = max(phases[phase], live.start_phase())
-    return phases | _update(engine, optimizer, layout, clip, live)
+    _update(engine, optimizer, layout, clip, live)
 
 
 def _engine(config: RunConfig, facts: dict[str, Any], layout: Layout, world: World) -> Engine:
@@ -324,71 +328,3 @@ def _fake_world(layout: Layout, place: int = 0) -> Iterator[World]:
         dist.destroy_process_group()
         # What torch keeps of tensors over a mesh names groups that are gone, and the next world's mesh looks the same.
         forget_shardings()
-
-
-class StoragePeak(TorchDispatchMode):
-    """Bytes of all storages that are alive, and the most since a phase began.
-
-    torch's own FSDPMemTracker counts the optimizer's temporaries of one tensor as if they stayed, and is off by tens of
-    times. Storages are known by themselves, so views cost nothing; FSDP frees and allocates by resizing them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen: weakref.WeakKeyDictionary[torch.UntypedStorage, list[int]] = weakref.WeakKeyDictionary()
-
-    def hold(self, model: torch.nn.Module) -> None:
-        for tensor in (*model.parameters(), *model.buffers()):
-            self._add(tensor)
-
-    def start_phase(self) -> int:
-        """The peak of the phase that ends here."""
-        peak, self.peak = self.peak, self.now
-        return peak
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        local = innermost(tensor)
-        if local.device.type == "meta":
-            return
-        storage = local.untyped_storage()
-        box = self._seen.get(storage)
-        if box is None:
-            box = self._seen[storage] = [0]
-            weakref.finalize(storage, self._set, box, 0)
-        self._set(box, storage.nbytes())
-
-    def _set(self, box: list[int], size: int) -> None:
-        rounded = -(-size // BLOCK_BYTES) * BLOCK_BYTES
-        self.now += rounded - box[0]
-        box[0] = rounded
-        self.peak = max(self.peak, self.now)
-
-    def __enter__(self) -> StoragePeak:
-        self._resize = torch.UntypedStorage.resize_
-        tracker, resize = self, self._resize
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            answer = resize(storage, size)
-            box = tracker._seen.get(storage)
-            if box is not None:
-                tracker._set(box, storage.nbytes())
-            return answer
-
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.nonzero.default:
-            # Which tokens are targets is data, and there is none: all of them.
-            return torch.arange(args[0].numel()).unsqueeze(1)
-        if func is read_number:
-            return 1  # a number that the host asks for: which step it is
-        out = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._add, out)
-        return out
