@@ -95,6 +95,22 @@ def gradients_not_exchanged(module: FSDPModule) -> Iterator[torch.Tensor]:
             yield one.unsharded_accumulated_grad
 
 
+def let_go_of_sent_gradients(root: FSDPModule) -> None:
+    """After a backward pass that is not a step's last, FSDP keeps the last unit's gradients as they were sent, which
+    are as large as the embedding, until the next pass sends its first ones."""
+    state: Any = root._get_fsdp_state()
+    context = state._comm_ctx
+    is_list = hasattr(context, "reduce_scatter_states")  # torch 2.11 has one or none
+    sent = context.reduce_scatter_states if is_list else [context.reduce_scatter_state]
+    for one in sent:
+        if one is not None and one.event is not None:
+            state._device_handle.current_stream().wait_event(one.event)
+    if is_list:
+        sent.clear()
+    else:
+        context.reduce_scatter_state = None
+
+
 def compute_with_shards(module: FSDPModule) -> None:
     """Where FSDP has no other rank, a gathered weight that is not cast is the shard itself, which stays."""
     for one in _sharded_parameters(module):

@@ -24,8 +24,9 @@ FACTS = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True,
 }  # fmt: skip
 SHALLOW = FACTS | {"num_hidden_layers": 2}  # half of the time, where a layer is as all
-PLAIN = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"]}})
-ADAPTED = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"]}, "lora": {"rank": 8, "dropout": 0.0}})
+NAMED = {"model": "demo", "data": {"train": ["x"]}}
+PLAIN = RunConfig.model_validate(NAMED)
+ADAPTED = RunConfig.model_validate({**NAMED, "lora": {"rank": 8, "dropout": 0.0}})
 
 
 def real_peak(lora, recompute):
@@ -116,6 +117,64 @@ def test_a_dry_run_walks_along_the_axes(name):
     found = dry_run(PLAIN, SHALLOW, layout, [memory.tokens, memory.later], 8)
     planned = memory.peak_bytes - memory.parts.get("framework", 0) - memory.parts.get("checkpoint copy", 0)
     assert found.peak_bytes == pytest.approx(planned, rel=0.25), (found.phases, memory.parts)
+
+
+# Enough words and width that each moment of a step is the peak of some run.
+WIDE = {
+    "model_type": "llama", "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4,
+}  # fmt: skip
+WAYS = {
+    "full": (PLAIN, {}),
+    "lora": (ADAPTED, {"lora": ADAPTED.lora}),
+    "bf16 weights": (RunConfig.model_validate({**NAMED, "train": {"weights": "bf16"}}), {"narrow_weights": True}),
+    "muon": (RunConfig.model_validate({**NAMED, "optim": {"name": "muon"}}), {"optimizer": "muon"}),
+}
+STRATEGIES = ["single", "zero1x8", "zero2x8", "fsdp8", "hsdp2x4"]
+EVERY_DAY = [
+    *[("full", name, "full", 2) for name in ("single", "zero2x8", "fsdp8")],
+    ("full", "single", "none", 1), ("full", "zero1x8", "full", 1), ("full", "fsdp8", "none", 2),
+    ("full", "single.tp2", "none", 2), ("full", "single.pp2", "none", 4), ("lora", "fsdp8", "none", 2),
+]  # fmt: skip
+NIGHTLY = [
+    *[("full", name, recompute, micro) for name in STRATEGIES for recompute in ("none", "full") for micro in (1, 2)],
+    *[("full", name, "selective", 2) for name in ("single", "fsdp8")],
+    *[("full", name, "none", 2) for name in ("fsdp4.tp2", "fsdp4·sp2", "single.pp2")],
+    *[("full", name, "none", 4) for name in ("single.pp4", "zero2x2.pp2")],
+    *[(way, name, "none", 2) for way in ("lora", "bf16 weights", "muon") for name in ("single", "zero1x8", "fsdp8")],
+]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("way", "name", "recompute", "micro"),
+    EVERY_DAY + [pytest.param(*one, marks=pytest.mark.nightly) for one in NIGHTLY if one not in EVERY_DAY],
+)
+def test_arithmetic_is_what_the_real_code_holds(tied, way, name, recompute, micro):
+    """At every end of a pass: of few micro-batches and of many, one weight at both ends or two."""
+    config, asked = WAYS[way]
+    layout = replace(parse_layout(name), packing=False, precision="bf16", recompute=recompute)
+    facts, tokens = WIDE | {"tie_word_embeddings": tied}, 1024
+    # Without a C library's heap, whose free pieces no tensor has.
+    work = Work(shape_from_config(facts), device="cpu", has_kernels=False, **({"lora": None} | asked))
+    later = tokens * layout.sp if micro > 1 else 0
+    memory = estimate_memory(work, layout, tokens * layout.sp, later=later, accumulation=micro)
+    found = dry_run(config, facts, layout, [tokens] * min(2, micro), micro)
+    planned = memory.peak_bytes - memory.parts["framework"]
+    assert planned == pytest.approx(found.peak_bytes, rel=0.04), (memory.moments, found.phases)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_peak_that_lies_elsewhere_in_deeper_models_is_found(monkeypatch, recompute):
+    """Of few layers the backward pass has its peak at its end, of many where it begins: two straight lines."""
+    layout = Layout(packing=False, precision="bf16", recompute=recompute)
+    facts = WIDE | {"num_hidden_layers": 16, "tie_word_embeddings": False}
+    line = dry_run(PLAIN, facts, layout, [1024])
+    monkeypatch.setattr(module, "PROBED_LAYERS", (16, 32))
+    whole = dry_run(PLAIN, facts, layout, [1024])
+    assert (line.probed, whole.probed) == ((4, 8), (16,))
+    for phase in ("forward", "backward", "optimizer step"):
+        assert line.phases[phase] == pytest.approx(whole.phases[phase], rel=2e-3), phase
 
 
 MIXTURE = {

@@ -14,7 +14,8 @@ from duoka.plan.fp8 import fp8_weights, rounding_bytes
 from duoka.plan.hardware import Gpu
 from duoka.plan.layout import Layout, parse_layout
 from duoka.plan.memory import CPU_FRAMEWORK_BYTES, estimate_memory
-from duoka.plan.recipe import Work
+from duoka.plan.moments import LOSS, pass_moments
+from duoka.plan.recipe import Work, shares
 from duoka.plan.report import make_plan
 from duoka.plan.search import why_not
 from duoka.plan.shape import demo_shape, shape_from_config
@@ -151,11 +152,12 @@ def test_predicted_peak_is_what_a_real_step_allocates(tokens, recompute, allowed
 
 def test_activations_and_copies_of_weights_are_fewer_than_in_bf16():
     work = Work(SHAPE, None, has_kernels=has_kernels())
-    half, narrow = (
-        estimate_memory(work, Layout(precision=name, micro=Amount(TOKENS, "tokens")), TOKENS, later=0)
-        for name in ("bf16", "fp8")
-    )
-    assert narrow.parts["activations"] < half.parts["activations"]
-    assert narrow.parts["casts"] == half.parts["casts"] // 2
-    sharded = replace(parse_layout("fsdp2"), precision="fp8", micro=Amount(TOKENS, "tokens"))
-    assert "casts" not in estimate_memory(work, sharded, TOKENS, later=0).parts
+
+    def at_the_loss(layout):
+        share = shares(work, layout)[0]
+        return dict(pass_moments(work, layout, share, TOKENS, 0, is_first=True, is_only=True))[LOSS]
+
+    half, narrow = (at_the_loss(Layout(precision=name)) for name in ("bf16", "fp8"))
+    assert narrow["activations"] < half["activations"]
+    assert narrow["casts"] == half["casts"] // 2
+    assert at_the_loss(replace(parse_layout("fsdp2"), precision="fp8"))["casts"] == 0

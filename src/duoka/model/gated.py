@@ -147,17 +147,18 @@ def _gate_gradient(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> 
 
 def forward_gated(self: Any, x: torch.Tensor) -> torch.Tensor:
     gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+    is_cut = getattr(down, "takes_parts", False)  # of what ranks share: parallel/tensor.py
     is_plain = type(down) in (torch.nn.Linear, SplitLinear, Fp8Linear) and down.bias is None
-    if not is_plain or down._forward_hooks or down._forward_pre_hooks:
+    if not (is_plain or is_cut) or down._forward_hooks or down._forward_pre_hooks:
         times = gpu_kernels.silu_times if gpu_kernels.takes("MLP", gate, up) else SiluTimes.apply
         return down(times(gate, up))  # type: ignore[no-any-return]
     if type(down) is Fp8Linear:
         return _down_fp8(down, gate, up)
-    weight = down.weight.to(gate.dtype)
+    weight = (down.own_weight() if is_cut else down.weight).to(gate.dtype)
     waiting = waiting_of(down, gate, weight)
     left = () if waiting is None else ((waiting, weight),)
     answer: torch.Tensor = SiluTimesDown.apply(gate, up, weight.detach() if left else weight, *left)
-    return answer
+    return down.sum_over_ranks(answer) if is_cut else answer
 
 
 def _down_fp8(down: Fp8Linear, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -40,11 +40,11 @@ def apply_recompute(lm: torch.nn.Module, how: str, drops: Drops | None = None) -
 
     With `drops`, what is computed again drops what it dropped before.
     """
-    options: dict[str, Any] = {"use_reentrant": False}
-    if how == "selective":
-        options["context_fn"] = _selective_contexts
-    if drops is not None:
-        options["context_fn"] = functools.partial(_counted_contexts, drops, options.get("context_fn", noop_context_fn))
+    find_contexts = _selective_contexts if how == "selective" else noop_context_fn
+    options: dict[str, Any] = {
+        "use_reentrant": False,
+        "context_fn": functools.partial(_contexts, None if drops is None else drops.again, find_contexts),
+    }
     lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
     if is_share(how):
         _spare_layers(lm, how)
@@ -63,25 +63,39 @@ def _spare_layers(lm: torch.nn.Module, how: str) -> None:
         layer.gradient_checkpointing = again
 
 
-def _counted_contexts(drops: Drops, find_contexts: Callable[[], Any]) -> Any:
+def _contexts(
+    keys: Callable[[], Callable[[], AbstractContextManager[None]]] | None, find_contexts: Callable[[], Any]
+) -> tuple[_Contexts, _Contexts]:
+    """Around a layer's forward pass, and around the same again; `keys` gives what then repeats its dropout."""
     first, again = find_contexts()
-    return first, _Recomputation(drops.again(), again)
+    repeats = [] if keys is None else [keys()]
+    return _Contexts([_no_cache, lambda: first]), _Contexts([*repeats, _no_cache, lambda: again])
 
 
-class _Recomputation:
-    """Both contexts, as often as a graph is walked through."""
+class _Contexts:
+    """One within the other, as often as a graph is walked through."""
 
-    def __init__(self, keys: Callable[[], AbstractContextManager[None]], inner: AbstractContextManager[Any]) -> None:
-        self.keys = keys
-        self.inner = inner
+    def __init__(self, parts: list[Callable[[], AbstractContextManager[Any]]]) -> None:
+        self.parts = parts
         self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        self.stack.enter_context(self.keys())
-        self.stack.enter_context(self.inner)
+        for part in self.parts:
+            self.stack.enter_context(part())
 
     def __exit__(self, *error: Any) -> bool | None:
         return self.stack.__exit__(*error)
+
+
+@contextlib.contextmanager
+def _no_cache() -> Iterator[None]:
+    """Autocast would keep its casts of all weights until the end of the forward pass, and cast them again after it."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _selective_contexts() -> Any:

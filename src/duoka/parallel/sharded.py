@@ -45,6 +45,7 @@ from duoka.parallel.out_of_memory import Shortage
 from duoka.parallel.precision import HALF
 from duoka.parallel.shards_on_disk import ShardsOnDisk
 from duoka.plan.layout import Layout
+from duoka.torch_private import let_go_of_sent_gradients
 
 
 class Sharded(Engine):
@@ -95,6 +96,8 @@ class Sharded(Engine):
         if self.on_disk is not None:
             self.on_disk.begin_pass()
         yield
+        if not last:
+            let_go_of_sent_gradients(self.sharded)
         if self.on_disk is not None:
             self.on_disk.finish_pass()
         if self.owned is not None:

@@ -121,14 +121,24 @@ class Rows(torch.nn.Linear):
     """The sum of what ranks make of their inputs; the bias is added once, to the sum."""
 
     world: World
+    takes_parts = True  # of the input: a gate in front is computed with the product (model/gated.py)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = total(product(self, x, _here(self.weight), None), self.world)
+        return self.sum_over_ranks(product(self, x, self.own_weight(), None))
+
+    def own_weight(self) -> torch.Tensor:
+        weight: torch.Tensor = _here(self.weight)
+        return weight
+
+    def sum_over_ranks(self, out: torch.Tensor) -> torch.Tensor:
+        out = total(out, self.world)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
 class OwnRows(Rows):
     """The same of whole inputs."""
+
+    takes_parts = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(own_part(x, self.world))

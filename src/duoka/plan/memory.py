@@ -1,7 +1,7 @@
 """Bytes per rank, by part, and the peak as the largest of a few moments of a step (never the sum of all maxima).
 
-Static memory comes from `recipe.py`, activations and temporaries from `activations.py`; here they are added up at each
-moment. Other families and kernels differ from what was measured, hence the range.
+Static memory comes from `recipe.py`, what is gone at the end of a pass from `moments.py`; here they are added up at
+each moment. Other families and kernels differ from what was measured, hence the range.
 """
 
 from __future__ import annotations
@@ -10,27 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from duoka.plan import deepspeed
-from duoka.plan.activations import (
-    activation_bytes_per_token,
-    boundary_bytes,
-    kept_for_both,
-    loss_bytes,
-    selective_bytes,
-    unread_bytes,
-)
-from duoka.plan.fp8 import fp8_weights
 from duoka.plan.layout import Layout
-from duoka.plan.offload import LAYERS_HERE, buffer_bytes
-from duoka.plan.recipe import (
-    ModelShare,
-    StaticMemory,
-    Work,
-    copy_bytes,
-    layers_of_backward,
-    shares,
-    static_memory,
+from duoka.plan.moments import (
+    EMBEDDING,
+    END,
+    LOSS,
+    activations,
+    moved_activations,
+    pass_moments,
+    without_gradients,
 )
-from duoka.plan.recompute import is_share, whole_layers
+from duoka.plan.offload import buffer_bytes
+from duoka.plan.recipe import ModelShare, StaticMemory, Work, gathered_whole, shares, static_memory
 
 # A process before it holds any model: interpreter, torch, transformers, peft, what kernels keep (385 to 395 MiB when
 # measured). The upper end has what glibc keeps of freed blocks, up to 250 MiB more, from run to run others.
@@ -49,14 +40,8 @@ NARROW_STEP_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 # took 1.4 (adapters) to 2.1 times (all weights) their own size (benchmarks/scaling.md).
 HOLES = 1.90
 
-# By what is meant by it: duoka's, and those of other programs.
-_SELECTIVE = {
-    "products": "what products and attention give",
-    "every second product": "what every second product and attention give",
-    "all but scores": "all but attention's scores",
-}
-
-_LAST_OF_PASS = "end of the backward pass"
+_STEP = "optimizer step"
+_LASTING = ("weights", "gradients", "optimizer", "checkpoint copy", "offload buffers", "disk buffers")
 
 FITS, TIGHT = 0.90, 0.97  # shares of the available memory below which a run fits, or is tight
 
@@ -105,80 +90,132 @@ def estimate_memory(
     """
     sizes = -(-tokens // layout.sp), -(-(tokens if later is None else later) // layout.sp)
     aside = -(-eval_tokens // layout.sp), cache
-    stages = [_estimate(work, layout, share, sizes, length, aside) for share in shares(work, layout, accumulation)]
+    stages = [
+        _estimate(work, layout, share, sizes, length, aside, accumulation)
+        for share in shares(work, layout, accumulation)
+    ]
     return max(stages, key=lambda memory: memory.peak_bytes)
 
 
 def _estimate(
-    work: Work, layout: Layout, share: ModelShare, sizes: tuple[int, int], length: int, aside: tuple[int, int]
+    work: Work,
+    layout: Layout,
+    share: ModelShare,
+    sizes: tuple[int, int],
+    length: int,
+    aside: tuple[int, int],
+    accumulation: int,
 ) -> Memory:
     """`sizes`: tokens of the first micro-batch, and of the fullest later one; `aside`: evaluations', and the cache."""
     static = static_memory(work, layout, share)
     low, framework, high = _framework_bytes(work, layout)
-    held = _on_device(static, layout, work.deepspeed is not None)
-    base = {"weights": held["weights"], "optimizer": held["optimizer"], "framework": framework}
-    copied = copy_bytes(work, layout)
-    copy = copied if work.device == "cpu" else 0
-    base |= {"checkpoint copy": copy} if copy else {}
+    held = _Held(work, layout, share, static, is_only=not sizes[1])
+    base = {"optimizer": held.optimizer, "framework": framework}
+    copied = _copy_bytes(work, layout)
+    base |= {"checkpoint copy": copied} if copied and work.device == "cpu" else {}
     slots = _slot_bytes(work, layout, share, static, sizes[1] > 0)
     passes = "disk buffers" if layout.disk != "none" else "offload buffers"
     base |= {passes: slots} if slots and work.device == "cpu" else {}
-    gathered = _gathered_bytes(work, layout, share) if layout.strategy in ("fsdp", "hsdp") or work.deepspeed else {}
-    gradients = {"gradients": held["gradients"]}
-    # DDP's gradients live in its buckets for good; others appear in the backward pass, as activations go.
-    buckets = gradients if layout.strategy == "ddp" else {}
-    one_layer, _, formula = _activations(work, layout, share, sizes[0], length)
-    moments = {"optimizer step": base | gradients | {"temporaries": _optimizer_bytes(work, layout, share)}}
-    tokens_of = {"optimizer step": sizes[0]}
-    for tokens, before in ((sizes[0], buckets), (sizes[1], gradients)):
-        passing = _pass_moments(work, layout, share, tokens, length) if tokens else {}
-        for moment, own in passing.items():
-            kept_free = _heap_bytes(work, layout, own)
-            whole = base | (gradients if moment == _LAST_OF_PASS else before) | own | kept_free
+    one_layer, _, formula = activations(work, layout, share, sizes[0], length)
+    moments = {_STEP: held.at(_STEP) | base | {"temporaries": _optimizer_bytes(work, layout, share)}}
+    tokens_of = {_STEP: sizes[0]}
+    # Of a pipeline's micro-batches, one is done when gradients are there.
+    others = replace(share, in_flight=max(1, min(share.in_flight, accumulation - 1)))
+    for tokens, is_first, there in ((sizes[0], True, share), (sizes[1], False, others)):
+        if not tokens:
+            continue
+        only = held.is_only
+        for moment, own in pass_moments(work, layout, there, tokens, length, is_first=is_first, is_only=only):
+            whole = held.at(moment, not is_first) | base | own | _heap_bytes(work, layout, own)
             if sum(whole.values()) > sum(moments.get(moment, {}).values()):
                 moments[moment], tokens_of[moment] = whole, tokens
-    for moment, own in _without_gradients(work, layout, share, aside, one_layer / max(1, sizes[0])).items():
-        moments[moment], tokens_of[moment] = base | buckets | own, aside[0] or sizes[0]
-        gathered |= {moment: gathered.get("loss", 0)} if gathered else {}
-    for moment, size in gathered.items():
-        moments[moment] = moments[moment] | {"gathered": size}
+    for moment, own in without_gradients(work, layout, share, aside, one_layer / max(1, sizes[0])).items():
+        moments[moment], tokens_of[moment] = held.at(LOSS) | base | own, aside[0] or sizes[0]
     sums = {name: sum(parts.values()) for name, parts in moments.items()}
     peak = max(sums, key=lambda name: sums[name])
     parts = {name: size for name, size in moments[peak].items() if size}
-    fixed = sum(held.values()) + copy + base.get(passes, 0)
-    fixed -= 0 if "gradients" in moments[peak] else held["gradients"]
+    fixed = sum(parts.get(name, 0) for name in _LASTING)
     loose = sums[peak] - fixed - framework
     moved = moved_activations(work, layout, share, max(sizes), length)
     on_host = layout.activations == "host"
     put_away = static.gradients_bytes if work.deepspeed is not None and layout.disk != "none" else 0  # in files too
+    # Where layers are gathered and freed.
+    holes = work.device == "cpu" and (layout.strategy in ("fsdp", "hsdp") or work.deepspeed is not None)
+    host = static.host_bytes + sum(size for size in (copied, slots) if work.device != "cpu")
     return Memory(
         parts=parts,
         moments=sums,
         peak_moment=peak,
         low_bytes=int(fixed + low + RANGE[0] * loose),
-        high_bytes=int(fixed + high + (HOLES if work.device == "cpu" and gathered else RANGE[1]) * loose),
+        high_bytes=int(fixed + high + (HOLES if holes else RANGE[1]) * loose),
         tokens=sizes[0],
         later=sizes[1],
         peak_tokens=tokens_of[peak],
         formula=formula,
         formulas=_name_formulas(work, layout, static, formula, share),
-        host_bytes=static.host_bytes + copied - copy + slots - base.get(passes, 0) + (moved if on_host else 0),
+        host_bytes=host + (moved if on_host else 0),
         disk_bytes=static.disk_bytes + put_away + (0 if on_host else moved),
     )
 
 
-def _without_gradients(
-    work: Work, layout: Layout, share: ModelShare, aside: tuple[int, int], per_token: float
-) -> dict[str, dict[str, int]]:
-    """Transient memory where nothing is kept for a backward pass: one layer's tensors, `per_token`, and logits."""
-    eval_tokens, cache = aside
-    found: dict[str, dict[str, int]] = {}
-    if eval_tokens:
-        logits = loss_bytes(work, layout, share, eval_tokens)[0]
-        found["evaluation"] = {"activations": int(per_token * eval_tokens), "loss": logits}
-    if cache:
-        found["drawing of answers"] = {"cache": cache}
-    return found
+class _Held:
+    """Weights and gradients of a rank at a moment of a step; `is_only`: the step has one micro-batch."""
+
+    def __init__(self, work: Work, layout: Layout, share: ModelShare, static: StaticMemory, is_only: bool) -> None:
+        self.work, self.layout, self.share, self.is_only = work, layout, share, is_only
+        device = _on_device(static, layout, work.deepspeed is not None)
+        self.weights, self.gradients, self.optimizer = device["weights"], device["gradients"], device["optimizer"]
+        self.is_native = work.deepspeed is None and work.program is None
+        self.gathers_once = self.is_native and layout.strategy in ("zero1", "zero2")
+        self.ends = share.embedding * work.trained_size if work.trains_embedding else 0
+        # zero1 exchanges them in its last backward pass: then, its part is left, where the optimizer is.
+        self.exchanged = self.gradients
+        if self.gathers_once and layout.strategy == "zero1":
+            away = layout.offload == "params" and bool(static.host_bytes)
+            self.exchanged = 0 if away else self.gradients // layout.state_ranks
+        # DDP's lie in its buckets once they are sent; until then those of several micro-batches add up beside them.
+        adds_up = self.is_native and layout.strategy == "ddp" and layout.pp == 1 and work.bucket_view and not is_only
+        self.beside = work.trained_size * share.trainable if adds_up else 0
+
+    def at(self, moment: str, finds_gradients: bool = False) -> dict[str, int]:
+        """`finds_gradients`: those of the step's earlier micro-batches."""
+        gradients = self.gradients + self.beside if finds_gradients else self._own_gradients(moment)
+        return {"weights": self._weights(moment), "gradients": gradients}
+
+    def _weights(self, moment: str) -> int:
+        is_after = moment == _STEP or (moment in (END, EMBEDDING) and self.is_only)
+        if not self.gathers_once or not is_after or self.layout.has_one_shard:
+            return self.weights
+        whole, _ = gathered_whole(self.work, self.layout.precision, self.share)  # let go by the last backward pass
+        return self.weights - whole + (0 if moment == _STEP else min(whole, self.ends))
+
+    def _own_gradients(self, moment: str) -> int:
+        if moment == _STEP:
+            return self.exchanged
+        # DDP's buckets are there for good; others appear in the backward pass, the embedding's last.
+        if moment not in (END, EMBEDDING) or self.layout.strategy == "ddp":
+            at_end = self.beside if moment in (END, EMBEDDING) else 0
+            return self.gradients + at_end if self.layout.strategy == "ddp" else 0
+        result = self.exchanged if self.is_only else self.gradients
+        if not self.is_native:
+            return result
+        if self.layout.is_sharded and (self.is_only or self.layout.strategy != "zero1"):
+            return result - self.ends // self.layout.state_ranks
+        # A tied one is the head's, which is there, and to which the embedding's is added.
+        is_tied = self.share.has_head and not self.share.head
+        return result - (0 if is_tied or moment == EMBEDDING else self.ends)
+
+
+def _copy_bytes(work: Work, layout: Layout) -> int:
+    """The copy from which a checkpoint is written: a rank's equal part of what is trained and its state.
+
+    On a CPU the writer reads the live tensors, unless some of them change in every backward pass (PowerSGD's).
+    """
+    is_thin = work.thin_gradients and layout.strategy == "ddp"
+    if not work.saves_beside or (work.device == "cpu" and not is_thin):
+        return 0
+    owed = 4 * work.num_trainable if is_thin else 0
+    return int((work.trained_size + work.state_bytes) * work.num_trainable) // layout.world_size + owed
 
 
 def _slot_bytes(work: Work, layout: Layout, share: ModelShare, static: StaticMemory, accumulates: bool) -> int:
@@ -190,63 +227,6 @@ def _slot_bytes(work: Work, layout: Layout, share: ModelShare, static: StaticMem
     if work.deepspeed is not None:
         return deepspeed.disk_buffers(work, layout.state_ranks, share, layout.disk)
     return buffer_bytes(static.disk_bytes if layout.disk == "optimizer" else static.optimizer_bytes)
-
-
-def _pass_moments(work: Work, layout: Layout, share: ModelShare, tokens: int, length: int) -> dict[str, dict[str, int]]:
-    """Transient memory at the loss and at both ends of the backward pass of one micro-batch."""
-    one_layer, kept, _ = _activations(work, layout, share, tokens, length)
-    loss, head_gradient = loss_bytes(work, layout, share, tokens)
-    working = _working_bytes(work, layout, tokens)
-    again = one_layer if whole_layers(layout.recompute, share.num_layers)[-1:] == (True,) else 0
-    if layout.recompute == "selective":
-        again = max(0, one_layer - int(kept_for_both(work, layout) * tokens))
-    casts = {"casts": _cast_bytes(work, layout, share)}
-    if layout.pp > 1:
-        # Hidden states that leave, and gradients that come and leave; received states are their layer's kept input.
-        casts["pipeline"] = 3 * boundary_bytes(work, layout) * tokens
-    return {
-        "loss": casts | {"activations": kept, "loss": loss + head_gradient},
-        "start of the backward pass": casts | {"activations": kept + again, "loss": head_gradient, "working": working},
-        _LAST_OF_PASS: casts | {"activations": one_layer, "working": working},
-    }
-
-
-def _activations(work: Work, layout: Layout, share: ModelShare, tokens: int, length: int) -> tuple[int, int, str]:
-    """(of one whole layer, kept of all layers until the backward pass, the formula)."""
-    per_layer, formula = activation_bytes_per_token(work, layout, length)
-    # Below what is trained, nothing is kept, and above it less of layers that are frozen.
-    passed = layers_of_backward(work, share)
-    unread = [0.0] * len(passed)
-    if work.train_only is not None:
-        unread = [unread_bytes(work, layout, number) for number in passed]
-    of_layers = [int((per_layer - one) * tokens) for one in unread]
-    one_layer = max(of_layers, default=int(per_layer * tokens))
-    edge = boundary_bytes(work, layout)
-    if layout.recompute == "selective":
-        of_layers = [int(selective_bytes(work, layout) * tokens)] * len(of_layers)
-        formula = (
-            f"{_SELECTIVE[work.program.selective if work.program else 'products']}, and one layer whole: {formula}"
-        )
-    again = whole_layers(layout.recompute, share.num_layers)[share.num_layers - len(passed) :]
-    layers = [edge * tokens if whole else usual for whole, usual in zip(again, of_layers, strict=True)]
-    kept = sum(layers) * share.in_flight
-    if layout.recompute == "full":
-        formula = f"{edge // work.shape.hidden_size}h per token and layer, and one layer whole: {formula}"
-    elif is_share(layout.recompute):
-        formula = f"{edge // work.shape.hidden_size}h of {layout.recompute} of the layers, of the others {formula}"
-    if layout.activations != "none":
-        kept = max(sum(layers[at : at + LAYERS_HERE]) for at in range(max(1, share.num_layers - LAYERS_HERE + 1)))
-    if work.program is not None and work.program.offloads_kept:
-        kept = one_layer if layout.recompute == "none" else 0
-    return one_layer, kept, formula
-
-
-def moved_activations(work: Work, layout: Layout, share: ModelShare, tokens: int, length: int) -> int:
-    """What one micro-batch's layers have elsewhere before its backward pass: of all but the last."""
-    if layout.activations == "none":
-        return 0
-    here = replace(layout, activations="none")
-    return _activations(work, here, share, tokens, length)[1] // max(1, share.num_layers) * (share.num_layers - 1)
 
 
 def _framework_bytes(work: Work, layout: Layout) -> tuple[int, int, int]:
@@ -310,73 +290,6 @@ def _on_device(static: StaticMemory, layout: Layout, is_deepspeeds: bool) -> dic
     return dict.fromkeys(parts, 0)
 
 
-def _gathered_bytes(work: Work, layout: Layout, share: ModelShare) -> dict[str, int]:
-    """What FSDP holds whole at each moment: layers that compute and are fetched, the ends, gradients on their way."""
-    size = 4 if layout.precision == "fp32" else 2
-    if work.deepspeed is not None:
-        live = deepspeed.gathered_bytes(work, layout.state_ranks, share) if layout.strategy == "fsdp" else 0
-        buckets = deepspeed.bucket_bytes(work, layout.strategy, share)
-        there = deepspeed.forward_bytes(work, layout.state_ranks, share) if layout.strategy == "fsdp" else 0
-        return {"loss": live + there, "start of the backward pass": live + buckets, _LAST_OF_PASS: live + buckets}
-    if work.program is not None:
-        whole = int(work.program.window * (2 + 2) * share.per_layer)
-        return dict.fromkeys(("loss", "start of the backward pass", "end of the backward pass"), whole)
-    trains = work.lora is None
-    # A layer's gradients, and the fp32 buffer in which they are reduced.
-    gradients = (size + 4) * share.per_layer if trains else 0
-    if layout.has_one_shard and work.device == "cpu" and layout.precision == "fp32" and layout.disk != "params":
-        return {"start of the backward pass": gradients, _LAST_OF_PASS: 8 * share.embedding if trains else 0}
-    # Tied ends belong to the root, which stays gathered in fp32; of untied ones each is there when it computes.
-    wide = work.trained_size if trains else size
-    root = 0 if share.head else wide * share.embedding
-    embedding = 0 if not share.head else wide * share.embedding
-    held = share.trainable + share.frozen
-    near = work.node_ranks // layout.tp  # ranks of a node that have the same rows of matrices
-    if 1 < near < layout.state_ranks:  # a copy that lasts from one pass to the next
-        root += size * held // near
-    # What is not given back stays whole from one pass to the other.
-    whole = 0 if work.reshard else wide * share.embedding + size * (held - share.embedding)
-    return {
-        "loss": max(whole, root + size * share.per_layer + size * share.head),
-        "start of the backward pass": max(whole, root + 2 * size * share.per_layer) + gradients,
-        _LAST_OF_PASS: root + size * share.per_layer + embedding + (8 * share.embedding if trains else 0),
-    }
-
-
-def _cast_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
-    """Copies of weights that products keep: autocast's in half precision, those of fp8 in 8 bits, and of experts with
-    adapters what PEFT makes of both."""
-    merged = _merged_experts(work, layout, share)
-    comes_narrow = (layout.is_sharded and work.deepspeed is None) or work.narrow_weights
-    if layout.precision == "fp32" or comes_narrow or work.program is not None:
-        return merged  # what is gathered comes in half precision
-    linear = share.block_linear * len(layers_of_backward(work, share)) // max(1, share.num_layers)
-    if layout.precision == "fp8":
-        part = fp8_weights(work.shape) / max(1, work.shape.num_block_linear)
-        kept = 0 if layout.activations != "none" else 1  # where activations go elsewhere, they are rounded again
-        return int((2 - (2 - kept) * part) * linear)
-    return 2 * (linear if work.lora is None else share.trainable) + merged
-
-
-def _merged_experts(work: Work, layout: Layout, share: ModelShare) -> int:
-    shape, lora = work.shape, work.lora
-    if lora is None or work.program is not None or shape.experts is None or not shape.num_expert_adapters(lora.targets):
-        return 0
-    again = whole_layers(layout.recompute, share.num_layers)  # these are merged again, one after the other
-    layers = min(share.num_layers, share.num_layers - sum(again) + any(again))
-    part = shape.experts.num_layers / shape.num_layers / layout.ep
-    weights = shape.experts.num_experts * shape.experts.num_parameters_each
-    return int((4 if layout.precision == "fp32" else 2) * weights * layers * part)
-
-
-def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
-    """Gradients of one layer's activations while its backward pass runs: three f-wide and three h-wide tensors."""
-    size = 4 if layout.precision == "fp32" else 2
-    if work.program is not None:  # which shares them along the sequence too
-        return 3 * size * tokens * (work.shape.intermediate_size + work.shape.hidden_size) // layout.tp
-    return 3 * size * tokens * (work.shape.intermediate_size // layout.tp + work.shape.hidden_size)
-
-
 def _optimizer_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
     """Temporaries of an optimizer that is not fused: of one tensor at a time on CPU, of all at once on CUDA."""
     if work.deepspeed is not None:
@@ -387,4 +300,6 @@ def _optimizer_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
         return 0
     if work.device == "cuda":
         return 4 * share.trainable // layout.state_ranks
+    if work.optimizer == "muon":  # of the largest matrix, whose bucket has at least one
+        return 12 * max(one.num_parameters for one in work.shape.linears)
     return 8 * (share.embedding if work.lora is None else 0) // layout.state_ranks

@@ -18,7 +18,13 @@ from duoka.plan import deepspeed, packed_base
 from duoka.plan.layout import Layout
 from duoka.plan.pipeline import Costs, cut_layers, most_in_flight, rank_of, stages_of
 from duoka.plan.shape import ModelShape, lora_parameters
-from duoka.plan.trained_weights import layers_passed, trained_at_ends, trained_in_layers, trained_parameters
+from duoka.plan.trained_weights import (
+    layers_passed,
+    trained_at_ends,
+    trained_in_layers,
+    trained_parameters,
+    trains_words,
+)
 
 # Bytes of optimizer state per trained parameter; Muon keeps one moment of matrices and two of the rest.
 STATE_BYTES: Mapping[str, float] = {
@@ -87,6 +93,10 @@ class Work:
         return self.lora is None and self.train_only is None and not self.is_new
 
     @property
+    def trains_embedding(self) -> bool:
+        return self.lora is None and (self.train_only is None or trains_words(self.shape, self.train_only))
+
+    @property
     def num_trainable(self) -> int:
         if self.train_only is not None:
             return trained_parameters(self.shape, self.train_only) + self.value_head
@@ -120,18 +130,6 @@ class Work:
             ends = self.shape.num_embedding + self.shape.num_head
             return per + 4 * ends / self.shape.num_parameters
         return per
-
-
-def copy_bytes(work: Work, layout: Layout) -> int:
-    """The copy from which a checkpoint is written: a rank's equal part of what is trained and its state.
-
-    On a CPU the writer reads the live tensors, unless some of them change in every backward pass (PowerSGD's).
-    """
-    is_thin = work.thin_gradients and layout.strategy == "ddp"
-    if not work.saves_beside or (work.device == "cpu" and not is_thin):
-        return 0
-    owed = 4 * work.num_trainable if is_thin else 0
-    return int((work.trained_size + work.state_bytes) * work.num_trainable) // layout.world_size + owed
 
 
 @dataclass(frozen=True)
@@ -309,7 +307,7 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
         formula += note + (f", P of a rank's 1/{layout.tp} and both ends whole" if layout.tp > 1 else "")
         host = {"params": sum(own), "optimizer": own[2] + own[1]}.get(layout.offload, 0)
     elif layout.strategy in ("zero1", "zero2"):
-        gathered, formula = _gathered_whole(work, layout.precision, share)
+        gathered, formula = gathered_whole(work, layout.precision, share)
         first = layout.strategy == "zero1"
         # Until zero1 exchanges them at the end of a step, gradients are added up in fp32 whatever weights are.
         gradients = 4 * train if first else size * train // ranks
@@ -360,11 +358,11 @@ def _frozen(work: Work, share: ModelShare, frozen_size: float) -> tuple[int, int
     return packed, size, terms
 
 
-def _gathered_whole(work: Work, precision: str, share: ModelShare) -> tuple[int, str]:
+def gathered_whole(work: Work, precision: str, share: ModelShare) -> tuple[int, str]:
     """Weights whole in the type that computes; what begins the residual stream, the embedding, stays fp32."""
     if precision == "fp32":
         return 4 * share.trainable, "4Pt"
-    if work.lora is not None or work.narrow_weights:
+    if work.narrow_weights or not work.trains_embedding:
         return 2 * share.trainable, "2Pt"
     return 2 * share.trainable + 2 * share.embedding, "2Pt + 2 of the embedding"
 

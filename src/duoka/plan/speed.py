@@ -23,7 +23,7 @@ from duoka.plan.flops import (
 )
 from duoka.plan.fp8 import fp8_weights, rounding_bytes
 from duoka.plan.layout import Layout
-from duoka.plan.memory import moved_activations
+from duoka.plan.moments import moved_activations
 from duoka.plan.offload import disk_seconds, moved_bytes
 from duoka.plan.overheads import MEMORY_SHARE, launch_s, micro_batches_s
 from duoka.plan.pipeline import PassTimes, bubble

@@ -132,3 +132,8 @@ def trained_at_ends(shape: ModelShape, chosen: TrainOnlyConfig, *, has_input: bo
         total += shape.vocab_size * shape.hidden_size * own + shape.num_head_bias * bool(names & _HEAD)
         total += shape.num_final_norm_parameters * bool(names & _LAST_NORM)
     return total
+
+
+def trains_words(shape: ModelShape, chosen: TrainOnlyConfig) -> bool:
+    """Whether the embedding learns."""
+    return trained_at_ends(shape, chosen, has_input=True, has_output=False) >= shape.vocab_size * shape.hidden_size

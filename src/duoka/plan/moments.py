@@ -1,0 +1,229 @@
+"""What passes by in a micro-batch's passes and is gone at their end, moment by moment: activations, the loss, casts and
+weights that are whole for a while. What lasts beside it, and the peak, is memory.py's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from duoka.plan import deepspeed
+from duoka.plan.activations import (
+    activation_bytes_per_token,
+    boundary_bytes,
+    kept_for_both,
+    loss_bytes,
+    selective_bytes,
+    unread_bytes,
+)
+from duoka.plan.fp8 import fp8_weights
+from duoka.plan.layout import Layout
+from duoka.plan.offload import LAYERS_HERE
+from duoka.plan.recipe import ModelShare, Work, layers_of_backward
+from duoka.plan.recompute import is_share, whole_layers
+from duoka.plan.trained_weights import trained_in_layers
+
+FORWARD = "start of the forward pass"  # where weights are gathered
+LOSS = "loss"
+START = "start of the backward pass"
+END = "end of the backward pass"  # of the first layer
+EMBEDDING = "the embedding's gradient"  # after all layers
+
+# By what is meant by it: duoka's, and those of other programs.
+_SELECTIVE = {
+    "products": "what products and attention give",
+    "every second product": "what every second product and attention give",
+    "all but scores": "all but attention's scores",
+}
+
+
+def pass_moments(
+    work: Work, layout: Layout, share: ModelShare, tokens: int, length: int, *, is_first: bool, is_only: bool
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """Each moment's transient memory in one micro-batch, the first of its step or a later one."""
+    one_layer, kept, _ = activations(work, layout, share, tokens, length)
+    loss, head_gradient = loss_bytes(work, layout, share, tokens)
+    working = _working_bytes(work, layout, tokens)
+    whole = whole_layers(layout.recompute, share.num_layers)
+    again = one_layer if whole[-1:] == (True,) else 0
+    if layout.recompute == "selective":
+        again = max(0, one_layer - int(kept_for_both(work, layout) * tokens))
+    gathered = _gathered_bytes(work, layout, share, is_first)
+    # Hidden states that leave, and gradients that come and leave; received states are their layer's kept input.
+    pipeline = 3 * boundary_bytes(work, layout) * tokens if layout.pp > 1 else 0
+    # Of layers that are computed again, autocast casts weights again too, and keeps none in between.
+    casts, layers = _cast_bytes(work, layout, share), max(1, share.num_layers)
+    cast_kept = 0 if layout.recompute == "selective" else share.num_layers - sum(whole)
+    cast_again = layout.recompute == "selective" or any(whole)
+    of_others = kept * (share.in_flight - 1) // share.in_flight  # micro-batches of a pipeline that are there already
+    cast_by_others = cast_kept * (share.in_flight - 1)
+    found = {
+        LOSS: {"activations": kept, "loss": loss + head_gradient},
+        START: {"activations": kept + again, "loss": head_gradient, "working": working},
+        END: {"activations": of_others + one_layer, "working": working},
+    }
+    if FORWARD in gathered:
+        found[FORWARD] = {"activations": of_others}
+    cast = {FORWARD: 0, LOSS: cast_kept, START: min(layers, cast_kept + cast_again), END: 1, EMBEDDING: 0}
+    if gradient := _embedding_bytes(work, layout, share, is_first, is_only):
+        found[EMBEDDING] = {"activations": of_others, "working": gradient}
+    for moment, own in found.items():
+        copies = {"casts": casts * (cast_by_others + cast[moment]) // layers, "gathered": gathered.get(moment, 0)}
+        yield moment, own | copies | {"pipeline": pipeline}
+
+
+def _trains_layer(work: Work, number: int) -> bool:
+    if work.lora is not None or work.train_only is None:
+        return work.lora is None
+    return trained_in_layers(work.shape, work.train_only, [number]) > 0
+
+
+def without_gradients(
+    work: Work, layout: Layout, share: ModelShare, aside: tuple[int, int], per_token: float
+) -> dict[str, dict[str, int]]:
+    """Transient memory where nothing is kept for a backward pass: one layer's tensors, `per_token`, and logits."""
+    eval_tokens, cache = aside
+    found: dict[str, dict[str, int]] = {}
+    if eval_tokens:
+        logits = loss_bytes(work, layout, share, eval_tokens)[0]
+        found["evaluation"] = {"activations": int(per_token * eval_tokens), "loss": logits}
+    if cache:
+        found["drawing of answers"] = {"cache": cache}
+    gathered = _gathered_bytes(work, layout, share, False).get(LOSS, 0)
+    return {moment: own | {"gathered": gathered} for moment, own in found.items()}
+
+
+def activations(work: Work, layout: Layout, share: ModelShare, tokens: int, length: int) -> tuple[int, int, str]:
+    """(of one whole layer, kept of all layers until the backward pass, the formula)."""
+    per_layer, formula = activation_bytes_per_token(work, layout, length)
+    # Below what is trained, nothing is kept, and above it less of layers that are frozen.
+    passed = layers_of_backward(work, share)
+    unread = [0.0] * len(passed)
+    if work.train_only is not None:
+        unread = [unread_bytes(work, layout, number) for number in passed]
+    of_layers = [int((per_layer - one) * tokens) for one in unread]
+    one_layer = max(of_layers, default=int(per_layer * tokens))
+    edge = boundary_bytes(work, layout)
+    if layout.recompute == "selective":
+        of_layers = [int(selective_bytes(work, layout) * tokens)] * len(of_layers)
+        formula = (
+            f"{_SELECTIVE[work.program.selective if work.program else 'products']}, and one layer whole: {formula}"
+        )
+    again = whole_layers(layout.recompute, share.num_layers)[share.num_layers - len(passed) :]
+    layers = [edge * tokens if whole else usual for whole, usual in zip(again, of_layers, strict=True)]
+    kept = sum(layers) * share.in_flight
+    if layout.recompute == "full":
+        formula = f"{edge // work.shape.hidden_size}h per token and layer, and one layer whole: {formula}"
+    elif is_share(layout.recompute):
+        formula = f"{edge // work.shape.hidden_size}h of {layout.recompute} of the layers, of the others {formula}"
+    if layout.activations != "none":
+        kept = max(sum(layers[at : at + LAYERS_HERE]) for at in range(max(1, share.num_layers - LAYERS_HERE + 1)))
+    if work.program is not None and work.program.offloads_kept:
+        kept = one_layer if layout.recompute == "none" else 0
+    return one_layer, kept, formula
+
+
+def moved_activations(work: Work, layout: Layout, share: ModelShare, tokens: int, length: int) -> int:
+    """What one micro-batch's layers have elsewhere before its backward pass: of all but the last."""
+    if layout.activations == "none":
+        return 0
+    here = replace(layout, activations="none")
+    return activations(work, here, share, tokens, length)[1] // max(1, share.num_layers) * (share.num_layers - 1)
+
+
+def _gathered_bytes(work: Work, layout: Layout, share: ModelShare, is_first: bool) -> dict[str, int]:
+    """What is whole at each moment where ranks share the model: layers that compute or are fetched, the ends, and
+    gradients on their way."""
+    size = 4 if layout.precision == "fp32" else 2
+    if work.deepspeed is not None:
+        live = deepspeed.gathered_bytes(work, layout.state_ranks, share) if layout.strategy == "fsdp" else 0
+        buckets = deepspeed.bucket_bytes(work, layout.strategy, share)
+        there = deepspeed.forward_bytes(work, layout.state_ranks, share) if layout.strategy == "fsdp" else 0
+        return {LOSS: live + there, START: live + buckets, END: live + buckets}
+    if layout.strategy in ("zero1", "zero2") and work.program is None:
+        # The step's first pass gathers what learns, and what came of the last unit stays until another comes.
+        gathers = is_first and not work.num_frozen and not layout.has_one_shard
+        return {} if not gathers else {LOSS: size * (share.head or share.per_layer)}
+    if layout.strategy not in ("fsdp", "hsdp"):
+        return {}
+    if work.program is not None:
+        return dict.fromkeys((LOSS, START, END), int(work.program.window * (2 + 2) * share.per_layer))
+    trains = work.lora is None
+    # A layer's gradients, and the fp32 buffer in which they are reduced, once its weights are let go.
+    first, last = ((size + 4) * share.per_layer * _trains_layer(work, share.layers[at]) for at in (0, -1))
+    last -= 4 * min(share.per_layer, share.head) if last else 0  # a head's own are sent until then
+    if layout.has_one_shard and work.device == "cpu" and layout.precision == "fp32" and layout.disk != "params":
+        return {START: last, END: first}
+    # Tied ends belong to the root, which stays gathered in fp32; of untied ones each is there when it computes.
+    wide = work.trained_size if trains else size
+    root = 0 if share.head else wide * share.embedding
+    embedding = 0 if not share.head else wide * share.embedding
+    held = share.trainable + share.frozen
+    near = work.node_ranks // layout.tp  # ranks of a node that have the same rows of matrices
+    if 1 < near < layout.state_ranks:  # a copy that lasts from one pass to the next
+        root += size * held // near
+    # What is not given back stays whole from one pass to the other.
+    whole = 0 if work.reshard else wide * share.embedding + size * (held - share.embedding)
+    # Of a tied weight, the head's gradient waits for the embedding's.
+    waiting = work.trained_size * share.embedding if not share.head and work.trains_embedding else 0
+    # What came stays beside the weights that are made of it until another unit's is there.
+    begin = 2 * root + embedding + max(embedding, 2 * size * share.per_layer)
+    return {
+        FORWARD: begin,
+        LOSS: max(whole, root + size * (share.head + max(share.head, share.per_layer))),
+        START: max(whole, root + size * share.per_layer) + max(size * share.per_layer, last),
+        END: root + embedding + size * share.per_layer + first + waiting,
+        EMBEDDING: root + embedding,
+    }
+
+
+def _embedding_bytes(work: Work, layout: Layout, share: ModelShare, is_first: bool, is_only: bool) -> int:
+    """Beside the gradients of all weights, when the embedding's comes: what it is made of.
+
+    Of one weight at both ends, the head's gradient, the embedding's and their sum, which is then added to what was
+    there. Where ranks share gradients, they are whole until they are sent, as are the first layer's on their way.
+    """
+    if not share.embedding or not work.trains_embedding or work.deepspeed is not None or work.program is not None:
+        return 0
+    is_tied = share.has_head and not share.head
+    if layout.is_sharded and (is_only or layout.strategy != "zero1"):
+        whole = work.trained_size * (3 if is_tied else 1) * share.embedding + 4 * share.per_layer
+        # In fp32 as it is sent, once its weights are let go, which zero2 does in a step's last pass.
+        keeps = layout.strategy == "zero2" and not is_only
+        return max(whole, (work.trained_size + 4) * share.embedding) if keeps else whole
+    return work.trained_size * share.embedding * ((2 if is_tied else 0) + (not is_first))
+
+
+def _cast_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
+    """Copies of all layers' weights that products keep: autocast's in half precision, those of fp8 in 8 bits, and of
+    experts with adapters what PEFT makes of both."""
+    merged = _merged_experts(work, layout, share)
+    comes_narrow = (layout.is_sharded and work.deepspeed is None) or work.narrow_weights
+    linear = share.block_linear * len(layers_of_backward(work, share)) // max(1, share.num_layers)
+    if layout.precision == "fp32" or comes_narrow or work.program is not None:
+        # What is gathered comes in half precision; what is not trained may lie whole everywhere, and is cast.
+        is_whole = layout.strategy in ("zero1", "zero2") and work.train_only is not None and not work.narrow_weights
+        if not is_whole or layout.precision == "fp32" or work.program is not None or work.train_only is None:
+            return merged
+        return 2 * max(0, linear - trained_in_layers(work.shape, work.train_only, share.layers) // layout.tp)
+    if layout.precision == "fp8":
+        part = fp8_weights(work.shape) / max(1, work.shape.num_block_linear)
+        kept = 0 if layout.activations != "none" else 1  # where activations go elsewhere, they are rounded again
+        return int((2 - (2 - kept) * part) * linear)
+    return 2 * (linear if work.lora is None else share.trainable) + merged
+
+
+def _merged_experts(work: Work, layout: Layout, share: ModelShare) -> int:
+    shape, lora = work.shape, work.lora
+    if lora is None or work.program is not None or shape.experts is None or not shape.num_expert_adapters(lora.targets):
+        return 0
+    part = shape.experts.num_layers / shape.num_layers / layout.ep
+    weights = shape.experts.num_experts * shape.experts.num_parameters_each
+    return int((4 if layout.precision == "fp32" else 2) * weights * share.num_layers * part)
+
+
+def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
+    """Gradients of one layer's activations while its backward pass runs: three f-wide and three h-wide tensors."""
+    size = 4 if layout.precision == "fp32" else 2
+    if work.program is not None:  # which shares them along the sequence too
+        return 3 * size * tokens * (work.shape.intermediate_size + work.shape.hidden_size) // layout.tp
+    return 3 * size * tokens * (work.shape.intermediate_size // layout.tp + work.shape.hidden_size)
