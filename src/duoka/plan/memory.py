@@ -200,10 +200,10 @@ class _Held:
         if not self.is_native:
             return result
         if self.layout.is_sharded and (self.is_only or self.layout.strategy != "zero1"):
-            return result - self.ends // self.layout.state_ranks
+            return max(0, result - self.ends // self.layout.state_ranks)  # 0: in host memory, or on a disk
         # A tied one is the head's, which is there, and to which the embedding's is added.
         is_tied = self.share.has_head and not self.share.head
-        return result - (0 if is_tied or moment == EMBEDDING else self.ends)
+        return max(0, result - (0 if is_tied or moment == EMBEDDING else self.ends))
 
 
 def _copy_bytes(work: Work, layout: Layout) -> int:
