@@ -282,8 +282,10 @@ def _on_device(static: StaticMemory, layout: Layout, is_deepspeeds: bool) -> dic
         return dict.fromkeys(parts, 0) | ({"gradients": static.gradients_bytes} if is_deepspeeds else {})
     if not static.host_bytes:
         return parts
-    if layout.offload == "optimizer":
-        return parts | {"optimizer": parts["optimizer"] - static.host_bytes}
+    if layout.offload == "optimizer":  # and with DeepSpeed's, gradients
+        both = parts["optimizer"] + parts["gradients"] - static.host_bytes
+        own = {"optimizer": 0, "gradients": both} if is_deepspeeds else {"optimizer": both - parts["gradients"]}
+        return parts | own
     if layout.strategy in ("zero1", "zero2"):
         whole = static.gradients_bytes if layout.strategy == "zero1" else 0
         return parts | {"optimizer": 0, "gradients": whole}
