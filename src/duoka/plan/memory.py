@@ -254,6 +254,7 @@ def _name_formulas(
         else "2P of the layers: autocast's half-precision copies",
         "loss": "tokens x V: whole logits and their gradients" if whole else "logits in chunks, the head's gradient",
         "working": "gradients of one layer's activations",
+        "embedding": "what its gradient is made of: of one weight at both ends the head's, the embedding's, their sum",
         "pipeline": "hidden states and gradients that travel between stages, one micro-batch of each",
         "temporaries": "of the optimizer's step",
         "cache": "keys and values of the answers that are drawn at once",

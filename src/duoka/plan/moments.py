@@ -26,7 +26,7 @@ FORWARD = "start of the forward pass"  # where weights are gathered
 LOSS = "loss"
 START = "start of the backward pass"
 END = "end of the backward pass"  # of the first layer
-EMBEDDING = "the embedding's gradient"  # after all layers
+EMBEDDING = "gradient of the embedding"  # after all layers
 
 # By what is meant by it: duoka's, and those of other programs.
 _SELECTIVE = {
@@ -65,7 +65,7 @@ def pass_moments(
         found[FORWARD] = {"activations": of_others}
     cast = {FORWARD: 0, LOSS: cast_kept, START: min(layers, cast_kept + cast_again), END: 1, EMBEDDING: 0}
     if gradient := _embedding_bytes(work, layout, share, is_first, is_only):
-        found[EMBEDDING] = {"activations": of_others, "working": gradient}
+        found[EMBEDDING] = {"activations": of_others, "embedding": gradient}
     for moment, own in found.items():
         copies = {"casts": casts * (cast_by_others + cast[moment]) // layers, "gathered": gathered.get(moment, 0)}
         yield moment, own | copies | {"pipeline": pipeline}

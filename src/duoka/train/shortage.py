@@ -33,6 +33,7 @@ _PARTS = {
     "working": "a layer's working memory for {tokens:,} tokens",
     "casts": "half-precision copies of the weights",
     "gathered": "gathered weights",
+    "embedding": "the gradient of the embedding",
 }
 
 

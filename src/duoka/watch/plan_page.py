@@ -16,6 +16,7 @@ from duoka.watch.page import card, facts_table, figure, grid_table, page
 _COLOURS = {
     "weights": "#2f6bde", "gradients": "#1e40af", "optimizer": "#0d9488", "activations": "#d97706", "loss": "#dc2626",
     "casts": "#7c9fe8", "gathered": "#a855f7", "working": "#94a3b8", "framework": "#cbd5e1",
+    "embedding": "#f59e0b",
     "matrix products": "#2f6bde", "attention": "#1e40af", "memory traffic": "#0d9488", "exchange": "#d97706",
     "pipeline bubble": "#a855f7", "per micro-batch": "#dc2626",
 }  # fmt: skip
