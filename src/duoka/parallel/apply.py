@@ -69,7 +69,7 @@ def _fuse(spec: EngineSpec) -> None:
 
 def _recompute(spec: EngineSpec) -> None:
     drops = spec.bare.drops if isinstance(spec.bare, LossModel) else None
-    apply_recompute(named_part(spec.bare), spec.layout.recompute, drops)
+    apply_recompute(named_part(spec.bare), spec.layout.recompute, drops, compiled=bool(spec.layout.compile))
 
 
 def _move_activations(spec: EngineSpec) -> None:

@@ -34,17 +34,20 @@ def _kept_operators() -> frozenset[Any]:
     return frozenset(getattr(packet, kind) for packet in (*packets, *kernel_packets()) for kind in packet.overloads())
 
 
-def apply_recompute(lm: torch.nn.Module, how: str, drops: Drops | None = None) -> None:
+def apply_recompute(lm: torch.nn.Module, how: str, drops: Drops | None = None, *, compiled: bool = False) -> None:
     """full: keep only each layer's input; 1/2: of every second layer only. selective: keep also what a layer's products
     and its attention give.
 
-    With `drops`, what is computed again drops what it dropped before.
+    With `drops`, what is computed again drops what it dropped before. Layers that are `compiled` take their checkpoint
+    in, and torch compiles no contexts but its own: what autocast casts there is the graph's.
     """
     find_contexts = _selective_contexts if how == "selective" else noop_context_fn
-    options: dict[str, Any] = {
-        "use_reentrant": False,
-        "context_fn": functools.partial(_contexts, None if drops is None else drops.again, find_contexts),
-    }
+    options: dict[str, Any] = {"use_reentrant": False}
+    if drops is not None or not compiled:
+        again = None if drops is None else drops.again
+        options["context_fn"] = functools.partial(_contexts, again, find_contexts)
+    elif how == "selective":
+        options["context_fn"] = find_contexts
     lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
     if is_share(how):
         _spare_layers(lm, how)
