@@ -48,7 +48,9 @@ def apply_recompute(lm: torch.nn.Module, how: str, drops: Drops | None = None, *
         options["context_fn"] = functools.partial(_contexts, again, find_contexts)
     elif how == "selective":
         options["context_fn"] = find_contexts
-    lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+    # Named so since transformers 5.23; the older name warns, and goes with version 6.
+    enable: Any = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
+    enable(options)
     if is_share(how):
         _spare_layers(lm, how)
 
