@@ -2,8 +2,8 @@
 
 `duoka plan --dry-run` calls it, to check the plan's arithmetic: peak bytes by phase, and what collectives carry, of
 rank 0 of any number of ranks, on a laptop. Few layers are run, and all quantities are straight lines in their number.
-DDP's reducer cannot be faked: its step is that of one process, whose gradients are views of its buckets. Of a pipeline,
-the first and the last stage are run whole.
+DDP's reducer cannot be faked: its step is that of one process, whose gradients are views of its buckets, or add up
+beside them where a step has several micro-batches. Of a pipeline, the first and the last stage are run whole.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _probed_layers(layout: Layout) -> tuple[int, ...]:
 def _note(layout: Layout) -> str:
     if layout.pp > 1:
         return "messages between stages are not sent here: the plan above counts them"
-    return "DDP's exchange is not run: its buckets are the gradients" if layout.strategy == "ddp" else ""
+    return "DDP's exchange is not run: its buckets are memory of their own here" if layout.strategy == "ddp" else ""
 
 
 def _most(phase: str, probed: tuple[int, ...], runs: Sequence[_Probe], layers: int) -> int:

@@ -152,7 +152,7 @@ def _estimate(
         later=sizes[1],
         peak_tokens=tokens_of[peak],
         formula=formula,
-        formulas=_name_formulas(work, layout, static, formula, share),
+        formulas=_name_formulas(work, layout, static.formula, formula, share, held.beside > 0),
         host_bytes=host + (moved if on_host else 0),
         disk_bytes=static.disk_bytes + put_away + (0 if on_host else moved),
     )
@@ -179,8 +179,17 @@ class _Held:
 
     def at(self, moment: str, finds_gradients: bool = False) -> dict[str, int]:
         """`finds_gradients`: those of the step's earlier micro-batches."""
-        gradients = self.gradients + self.beside if finds_gradients else self._own_gradients(moment)
-        return {"weights": self._weights(moment), "gradients": gradients}
+        return {"weights": self._weights(moment), "gradients": self._gradients(moment, finds_gradients)}
+
+    def _gradients(self, moment: str, finds_gradients: bool) -> int:
+        if moment == _STEP:
+            return self.exchanged
+        are_there = finds_gradients or moment in (END, EMBEDDING)
+        if self.layout.strategy == "ddp":  # buckets are there for good, and are the gradients of an only micro-batch
+            return self.gradients + (self.beside if are_there else 0)
+        if not are_there:
+            return 0
+        return self.gradients if finds_gradients else self._own_gradients(moment)
 
     def _weights(self, moment: str) -> int:
         is_after = moment == _STEP or (moment in (END, EMBEDDING) and self.is_only)
@@ -190,12 +199,7 @@ class _Held:
         return self.weights - whole + (0 if moment == _STEP else min(whole, self.ends))
 
     def _own_gradients(self, moment: str) -> int:
-        if moment == _STEP:
-            return self.exchanged
-        # DDP's buckets are there for good; others appear in the backward pass, the embedding's last.
-        if moment not in (END, EMBEDDING) or self.layout.strategy == "ddp":
-            at_end = self.beside if moment in (END, EMBEDDING) else 0
-            return self.gradients + at_end if self.layout.strategy == "ddp" else 0
+        """At the end of the first micro-batch's backward pass: the embedding's come last."""
         result = self.exchanged if self.is_only else self.gradients
         if not self.is_native:
             return result
@@ -238,20 +242,22 @@ def _framework_bytes(work: Work, layout: Layout) -> tuple[int, int, int]:
 
 
 def _name_formulas(
-    work: Work, layout: Layout, static: StaticMemory, activations: str, share: ModelShare
+    work: Work, layout: Layout, static: str, activations: str, share: ModelShare, adds_up: bool
 ) -> Mapping[str, str]:
     flight = f", {share.in_flight} micro-batches in the pipeline" if share.in_flight > 1 else ""
     whole = work.program is not None and work.program.logits
     context = "CUDA context, NCCL" if work.device == "cuda" else "interpreter and libraries"
+    cast = "the layers" if layout.recompute == "none" else "layers that are not computed again, and of one"
+    beside = f" + {work.trained_size}Pt of micro-batches that add up beside DDP's buckets" if adds_up else ""
     return {
-        "weights": static.formula,
-        "gradients": static.formula,
-        "optimizer": static.formula,
+        "weights": static,
+        "gradients": static + beside,
+        "optimizer": static,
         "activations": f"{activations}, x {share.num_layers} layers{flight}",
         "gathered": "whole layers and ends that compute or are fetched, gradients on their way",
-        "casts": "P of the layers: weights in 8 bits"
+        "casts": f"P of {cast}: weights in 8 bits"
         if layout.precision == "fp8"
-        else "2P of the layers: autocast's half-precision copies",
+        else f"2P of {cast}: autocast's half-precision copies",
         "loss": "tokens x V: whole logits and their gradients" if whole else "logits in chunks, the head's gradient",
         "working": "gradients of one layer's activations",
         "embedding": "what its gradient is made of: of one weight at both ends the head's, the embedding's, their sum",

@@ -71,12 +71,6 @@ def pass_moments(
         yield moment, own | copies | {"pipeline": pipeline}
 
 
-def _trains_layer(work: Work, number: int) -> bool:
-    if work.lora is not None or work.train_only is None:
-        return work.lora is None
-    return trained_in_layers(work.shape, work.train_only, [number]) > 0
-
-
 def without_gradients(
     work: Work, layout: Layout, share: ModelShare, aside: tuple[int, int], per_token: float
 ) -> dict[str, dict[str, int]]:
@@ -176,6 +170,12 @@ def _gathered_bytes(work: Work, layout: Layout, share: ModelShare, is_first: boo
     }
 
 
+def _trains_layer(work: Work, number: int) -> bool:
+    if work.lora is not None or work.train_only is None:
+        return work.lora is None
+    return trained_in_layers(work.shape, work.train_only, [number]) > 0
+
+
 def _embedding_bytes(work: Work, layout: Layout, share: ModelShare, is_first: bool, is_only: bool) -> int:
     """Beside the gradients of all weights, when the embedding's comes: what it is made of.
 
@@ -197,13 +197,13 @@ def _cast_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
     """Copies of all layers' weights that products keep: autocast's in half precision, those of fp8 in 8 bits, and of
     experts with adapters what PEFT makes of both."""
     merged = _merged_experts(work, layout, share)
-    comes_narrow = (layout.is_sharded and work.deepspeed is None) or work.narrow_weights
     linear = share.block_linear * len(layers_of_backward(work, share)) // max(1, share.num_layers)
-    if layout.precision == "fp32" or comes_narrow or work.program is not None:
-        # What is gathered comes in half precision; what is not trained may lie whole everywhere, and is cast.
-        is_whole = layout.strategy in ("zero1", "zero2") and work.train_only is not None and not work.narrow_weights
-        if not is_whole or layout.precision == "fp32" or work.program is not None or work.train_only is None:
+    if layout.precision == "fp32" or work.narrow_weights or work.program is not None:
+        return merged
+    if layout.is_sharded and work.deepspeed is None:  # what is gathered comes in half precision
+        if work.train_only is None or layout.strategy not in ("zero1", "zero2"):
             return merged
+        # What does not learn lies whole on every rank, as wide as what does.
         return 2 * max(0, linear - trained_in_layers(work.shape, work.train_only, share.layers) // layout.tp)
     if layout.precision == "fp8":
         part = fp8_weights(work.shape) / max(1, work.shape.num_block_linear)
