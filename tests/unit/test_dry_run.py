@@ -199,16 +199,18 @@ def test_a_dry_run_walks_along_the_axis_of_experts(name):
     assert sent == pytest.approx(wanted, rel=0.05), ({k: vars(v) for k, v in found.traffic.items()}, theory)
 
 
-@pytest.mark.parametrize("name", ["single", "single.tp2.ep2"])
-def test_ranks_of_a_tensor_axis_keep_a_part_of_what_experts_read(name):
+@pytest.mark.parametrize(
+    ("facts", "name"), [(MIXTURE, "single"), (MIXTURE, "single.tp2.ep2"), (WIDE, "single"), (WIDE, "single.tp2")]
+)
+def test_ranks_of_a_tensor_axis_keep_a_part_of_what_layers_read(facts, name):
     """What more layers keep of more tokens, which is nothing of weights."""
     layout = replace(parse_layout(name), packing=False)
 
     def forward(layers, tokens):
-        return dry_run(PLAIN, MIXTURE | {"num_hidden_layers": layers}, layout, [tokens]).phases["forward"]
+        return dry_run(PLAIN, facts | {"num_hidden_layers": layers}, layout, [tokens]).phases["forward"]
 
     kept = ((forward(3, 512) - forward(3, 256)) - (forward(1, 512) - forward(1, 256))) / 2 / 256
-    planned, _ = activation_bytes_per_token(Work(shape_from_config(MIXTURE), None, has_kernels=False), layout)
+    planned, _ = activation_bytes_per_token(Work(shape_from_config(facts), None, has_kernels=False), layout)
     assert planned == pytest.approx(kept, rel=0.02)
 
 

@@ -10,7 +10,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, Qwen3Config, Qwen3ForCau
 from duoka.config.schema import LoraConfig
 from duoka.model.build import LossModel, load_model
 from duoka.model.fused import AdaptedProduct, RmsNorm, apply_fused
-from duoka.model.gated import SiluTimes, SiluTimesDown
+from duoka.model.gated import SiluTimes, SiluTimesDown, forward_gated
 from duoka.model.loss import Goal
 from duoka.model.request import ModelRequest
 
@@ -27,6 +27,36 @@ def test_gradients_are_those_of_finite_differences():
     weight, bias = draw(6, 5).detach(), draw(6).detach()
     adapted = (draw(2, 3, 5), draw(2, 5), draw(6, 2))
     assert torch.autograd.gradcheck(lambda x, a, b: AdaptedProduct.apply(x, weight, bias, a, b, 1.7), adapted)
+
+
+class Down(torch.nn.Linear):
+    """As a rank has it: a part of the inputs' weights, and the answer is the sum over ranks, here of two alike."""
+
+    def __init__(self, takes_parts):
+        super().__init__(4, 3, bias=False)
+        self.takes_parts = takes_parts
+
+    def forward(self, x):
+        return self.sum_over_ranks(F.linear(x, self.weight))
+
+    def own_weight(self):
+        return self.weight
+
+    def sum_over_ranks(self, out):
+        return 2 * out
+
+
+@pytest.mark.parametrize("takes_parts", [True, False])
+def test_a_rank_s_part_behind_a_gate_is_summed_up_and_one_of_whole_inputs_is_left_to_itself(takes_parts):
+    torch.manual_seed(0)
+    mlp = torch.nn.Module()
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj = torch.nn.Linear(5, 4), torch.nn.Linear(5, 4), Down(takes_parts)
+    asked = []
+    mlp.down_proj.own_weight = lambda: asked.append("weight") or mlp.down_proj.weight
+    x = torch.randn(2, 5)
+    wanted = mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+    torch.testing.assert_close(forward_gated(mlp, x), wanted)
+    assert asked == (["weight"] if takes_parts else [])
 
 
 def learn(folder, lora, fuse, dtype=torch.float32, autocast=False):
