@@ -110,8 +110,23 @@ def test_a_single_change_is_accepted_and_gives_what_it_says(on):
             if again.layout.name == plan.layout.name or "strategy" in change.words:
                 assert again.memory.peak_bytes == pytest.approx(change.peak_bytes, rel=0.01), told
                 assert again.speed.tokens_per_s == pytest.approx(change.tokens_per_s, rel=0.01), told
+                assert "does not fit" not in change.mark or again.verdict == "does not fit", told
                 num += 1
     assert num > 10
+
+
+@pytest.mark.parametrize(("share", "mark"), [(0.8, ""), (0.94, "tight"), (1.2, "does not fit")])
+def test_a_change_is_called_what_its_plan_is_called(share, mark):
+    """`share`: of the memory that is there, what the change takes."""
+    train = {"micro_batch": 4, "recompute": "none"}
+    config = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"], "max_length": 512}, "train": train})
+    plan = make_plan(config, demo_shape(), CPU, 1)
+
+    def selective(available):
+        changes = single_changes(config, plan.task, plan.layout, plan.cluster, available)
+        return next(one for one in changes if "selective" in one.words)
+
+    assert selective(int(selective(plan.available_bytes).peak_bytes / share)).mark == mark
 
 
 def test_of_a_disk_without_room_nothing_else_is_advised():

@@ -32,11 +32,13 @@ class Change:
     tokens_per_s: float
     fits: bool
     filled: str = ""  # what `auto` would take then, where it takes something else now
+    is_tight: bool = False  # it does not fit with room to spare, and may be tried
 
     @property
     def mark(self) -> str:
         """What is to be known beside the figures."""
-        return ", ".join(filter(None, (self.filled, "" if self.fits else "does not fit")))
+        room = "" if self.fits else "tight" if self.is_tight else "does not fit"
+        return ", ".join(filter(None, (self.filled, room)))
 
     def sentence(self, peak_bytes: int, tokens_per_s: float) -> str:
         return (
@@ -185,7 +187,9 @@ def _measure(words: str, task: Task, layout: Layout, cluster: Cluster, available
     load = load_of(task, layout)
     memory = memory_of(task, layout)
     speed = estimate_speed(task.work, layout, cluster, load)
-    return Change(words, memory.peak_bytes, speed.tokens_per_s, fits(memory, cluster, available_bytes))
+    has_room = fits(memory, cluster, available_bytes)
+    is_tight = not has_room and fits(memory, cluster, available_bytes, TIGHT)
+    return Change(words, memory.peak_bytes, speed.tokens_per_s, has_room, is_tight=is_tight)
 
 
 def fits(memory: Memory, cluster: Cluster, available_bytes: int, share: float = FITS) -> bool:
