@@ -3,11 +3,13 @@
 As a script, on an emulated GPU: the names of families in, JSON out.
 """
 
+import itertools
 import json
 import sys
 import weakref
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -78,6 +80,24 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         tree_map_only(torch.Tensor, self.add, out)
         return out
+
+
+class AllocatedPeak:
+    """The most bytes that the CPU's allocator gave out, and `held`: autograd adds in place where no mode looks on."""
+
+    def __init__(self, held):
+        self._before = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def __enter__(self):
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._profile.__exit__(*error)
+        events = self._profile.profiler.kineto_results.events()
+        moves = [event.nbytes() for event in events if event.name() == "[memory]"]
+        self.peak = self._before + max(itertools.accumulate(moves))
 
 
 def held(family, way, device="cpu"):

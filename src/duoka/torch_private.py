@@ -7,6 +7,7 @@ lacks, and pyproject.toml admits no version that was not tried.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_shardings
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -44,6 +46,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "forget_shardings",
+    "form_buckets",
     "found_inf",
     "gradients_not_exchanged",
     "innermost",
@@ -51,10 +54,12 @@ __all__ = [
     "living_bytes",
     "plain_call",
     "read_number",
+    "running_node",
     "scaled_mm",
     "set_call",
     "storage_key",
     "tree_map_only",
+    "unused_parameters",
     "wrapper_of_shape",
 ]
 
@@ -62,6 +67,12 @@ foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 read_number = torch.ops.aten._local_scalar_dense.default  # what int(tensor) asks, as a dispatch mode sees it
 scaled_mm = torch._scaled_mm  # of 8-bit floats; the public one takes one more list of how scales lie, from 2.10 on
+
+
+def running_node() -> str:
+    """Of a backward pass, the function whose gradients are being computed, or added to those of others."""
+    node = torch._C._current_autograd_node()
+    return "" if node is None else str(node.name())
 
 
 def wrapper_of_shape(kind: type, shape: torch.Size, values: torch.Tensor) -> Any:
@@ -77,6 +88,23 @@ def like_sharded(parameter: DTensor, local: torch.Tensor) -> DTensor:
 def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """By device, 1.0 where the scaler saw gradients of this rank that are not finite; written to, it believes it."""
     return list(scaler._found_inf_per_device(optimizer).values())
+
+
+def form_buckets(replica: DistributedDataParallel) -> bool:
+    """What the first forward pass after the first exchange begins with: DDP's buckets for good, of which gradients
+    become views. Whether it was due."""
+    return bool(replica.reducer._rebuild_buckets())
+
+
+def unused_parameters(replica: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """Which ones DDP still waits for, after a backward pass that should have exchanged all of its gradients."""
+    parameters = [parameter for parameter in replica.module.parameters() if parameter.requires_grad]
+    try:
+        replica.reducer._rebuild_buckets()
+    except RuntimeError as error:
+        listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        return [parameters[int(index)] for index in listed[1].split()] if listed else []
+    return []
 
 
 def _sharded_parameters(module: FSDPModule) -> Iterator[Any]:

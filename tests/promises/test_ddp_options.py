@@ -1,5 +1,6 @@
 """What DDP can do beside adding: gradients that travel smaller, parameters without a part, layers that are compiled."""
 
+import itertools
 import json
 from functools import partial
 
@@ -216,24 +217,78 @@ def test_thin_exchange_is_a_power_iteration_with_error_feedback():
 
 
 def leave_one_out(yaml, folder):
-
+    """Parameters without a part in the loss of the micro-batch that exchanges, whatever earlier ones added."""
     from duoka.comm.world import end_world
     from duoka.errors import ConfigError
     from duoka.train.stages.stage import build_stage
 
+    def leave(contents, after=0):
+        last, calls = contents.engine.bare.core.get_decoder().layers[-1], itertools.count(1)
+        whole = last.forward
+        last.forward = lambda hidden, *args, **more: hidden if next(calls) > after else whole(hidden, *args, **more)
+
     world = None
-    for looks in (False, True):
-        settings = ["parallel.strategy=ddp", f"parallel.find_unused_parameters={str(looks).lower()}"]
+    for looks, num_micro, first in ((False, 1, 1), (False, 3, 1), (False, 3, 2), (True, 1, 1), (True, 3, 1)):
+        settings = ["parallel.strategy=ddp", f"parallel.find_unused_parameters={str(looks).lower()}", *rows(num_micro)]
         inputs, world, _, contents, loader = build(yaml, settings, folder, world)
-        batch = next(loader.from_cursor(0, 0, 1.0))
-        last = contents.engine.bare.core.get_decoder().layers[-1]
-        last.forward = lambda hidden, *args, **kwargs: hidden
+        batches, stage = loader.from_cursor(0, 0, 1.0), build_stage(inputs.config)
+        for _ in range(1, first):
+            contents.engine.forward_backward(next(batches), stage)
+            contents.engine.zero_grad(contents.optimizer)
+        leave(contents, after=num_micro - 1)
         if looks:
-            contents.engine.forward_backward(batch, build_stage(inputs.config))
+            contents.engine.forward_backward(next(batches), stage)
         else:
-            with pytest.raises(ConfigError, match=r"parameter model\.layers\.1\..* had no part in the loss"):
-                contents.engine.forward_backward(batch, build_stage(inputs.config))
+            with pytest.raises(ConfigError, match=r"parameter model\.layers\.1\..* \(and \d more\) .* no part in"):
+                contents.engine.forward_backward(next(batches), stage)
     end_world(world)
+
+
+def rows(num_micro):
+    """A step of two ranks, `num_micro` micro-batches each."""
+    return ["data.packing=false", "train.micro_batch=1", f"train.global_batch={2 * num_micro}"]
+
+
+def look_while_adding(yaml, folder):
+    """Micro-batches of a step add up where the sum will travel, from the first pass of the first step on."""
+    from duoka.comm.world import end_world
+    from duoka.parallel.engine import PassObserver
+    from duoka.train.stages.stage import build_stage
+
+    def places(contents):
+        return {p.grad.untyped_storage().data_ptr() for p in contents.engine.named_trainable().values()}
+
+    class Look(PassObserver):
+        def __init__(self, contents):
+            self.contents, self.seen = contents, []
+
+        def after_backward(self):
+            self.seen.append(places(self.contents))
+
+    world, sums = None, {}
+    for views in (False, True):
+        settings = ["parallel.strategy=ddp", "parallel.bucket_mb=0.05", f"parallel.bucket_view={str(views).lower()}"]
+        inputs, world, _, contents, loader = build(yaml, [*settings, *rows(3)], folder, world)
+        stage, found = build_stage(inputs.config), []
+        for step, batch in zip(range(4), loader.from_cursor(0, 0, 1.0), strict=False):
+            look = Look(contents)
+            contents.engine.forward_backward(batch, stage, look)
+            grads = [p.grad.clone() for p in contents.engine.named_trainable().values()]
+            if views:
+                assert len(look.seen) == 3 and all(seen == look.seen[-1] for seen in look.seen), f"step {step}"
+                assert len(look.seen[0]) < len(grads) / 2, "gradients are views"
+                assert (len(look.seen[0]) > 1) == (step > 0), "one bucket at first, then several"
+            found.append(grads)
+            contents.engine.zero_grad(contents.optimizer)
+            assert all(p.grad is None for p in contents.engine.named_trainable().values())
+        sums[views] = found
+    for with_views, without in zip(sums[True], sums[False], strict=True):
+        assert all(map(torch.equal, with_views, without))
+    end_world(world)
+
+
+def test_micro_batches_add_up_in_ddps_buckets(case):
+    run_world(2, look_while_adding, str(case[1]), str(case[0] / "adding"))
 
 
 def look_at_storages(yaml, folder):

@@ -128,7 +128,7 @@ def seen(tmp_path_factory):
 @pytest.mark.parametrize("case", [f"{name} {text}" for name, text in CASES])
 def test_every_rank_asks_for_the_same_in_the_same_order(seen, case):
     by_rank = [rank[case]["collectives"] for rank in seen]
-    assert min(len(rank) for rank in by_rank) >= 2, "nothing was recorded"
+    assert min(len(rank) for rank in by_rank) >= 1, "nothing was recorded"
     assert not differences(by_rank)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from held_layers import LiveBytes
+from held_layers import AllocatedPeak
 
 from duoka.bench import dry_run as module
 from duoka.bench.dry_run import dry_run
@@ -53,7 +53,7 @@ def real_peak(lora, recompute):
     for _ in range(2):
         gc.collect()
         states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-        with LiveBytes([*lm.parameters(), *lm.buffers(), *states]) as live:
+        with AllocatedPeak([*lm.parameters(), *lm.buffers(), *states]) as live:
             loss, _ = model(ids, ids, ids)
             loss.backward()
             del loss

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from held_layers import LiveBytes
+from held_layers import AllocatedPeak
 
 from duoka.config.schema import LoraConfig, OptimConfig, TrainOnlyConfig
 from duoka.model import native
@@ -52,7 +52,7 @@ def measured_peak(lora, precision, recompute, sizes=(TOKENS,), *, narrow=False, 
     optimizer = build_optimizer(trained, OptimConfig()) if narrow else torch.optim.AdamW(trained.values())
     for _ in range(2):  # the optimizer's state exists from the second step on
         states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-        with LiveBytes([*lm.parameters(), *lm.buffers(), *states]) as live:
+        with AllocatedPeak([*lm.parameters(), *lm.buffers(), *states]) as live:
             for size in sizes:
                 tokens = torch.randint(0, FACTS["vocab_size"], (1, size))
                 places = torch.arange(size)[None] % DOCUMENT
@@ -137,7 +137,7 @@ def test_below_the_trained_layers_nothing_is_kept_and_above_them_less(chosen, pr
     predicted = estimate_memory(work, layout, tokens, later=0).peak_bytes - CPU_FRAMEWORK_BYTES[1]
     measured = measured_peak(None, precision, recompute, (tokens,), train_only=chosen)
     told = f"{predicted / 2**20:.1f} MiB predicted, {measured / 2**20:.1f} measured"
-    assert 0.95 < predicted / measured < 1.08, told
+    assert 0.94 < predicted / measured < 1.08, told
 
 
 @pytest.mark.parametrize("later", [64, 128, 256])
@@ -189,3 +189,13 @@ def test_the_update_of_bf16_weights_on_a_gpu_takes_room_only_without_triton():
     with_it, without = (Work(SHAPE, None, "cuda", narrow_weights=True, has_kernels=is_so) for is_so in (True, False))
     peaks = [estimate_memory(work, layout, TOKENS, later=0).moments["optimizer step"] for work in (with_it, without)]
     assert peaks[1] - peaks[0] == NARROW_STEP_BYTES["cuda"]
+
+
+def test_ddps_gradients_are_counted_twice_where_some_may_have_none():
+    """Else micro-batches of a step add up in its buckets (tests/promises/test_ddp_options.py)."""
+    layout = Layout(strategy="ddp", dp=2, precision="fp32", micro=Amount(TOKENS, "tokens"))
+    for may_be_unused, times in ((False, 1), (True, 2)):
+        work = Work(SHAPE, None, "cuda", adds_in_buckets=not may_be_unused)
+        once = static_memory(work, layout).gradients_bytes
+        for later, copies in ((TOKENS, times), (0, 1)):
+            assert estimate_memory(work, layout, TOKENS, later=later).parts["gradients"] == copies * once

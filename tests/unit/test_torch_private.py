@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import duoka
 from duoka import torch_private
@@ -19,7 +20,7 @@ HERE = SOURCE / "torch_private.py"
 # Private attributes that only torch's objects have.
 ATTRIBUTES = {
     "_spec", "_get_fsdp_state", "_fsdp_param_groups", "_fsdp_param_group", "_found_inf_per_device",
-    "_new_with_weak_ptr", "_cdata", "_local_tensor", "_call_impl",
+    "_new_with_weak_ptr", "_cdata", "_local_tensor", "_call_impl", "_rebuild_buckets",
 }  # fmt: skip
 
 
@@ -106,6 +107,41 @@ def test_gradients_that_fsdp_has_not_exchanged(fake_world):
     model(torch.ones(1, 4)).sum().backward()
     held = list(torch_private.gradients_not_exchanged(model))
     assert all(isinstance(one, torch.Tensor) for one in held)
+
+
+def send_nothing(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def test_ddps_buckets_are_formed_once_more_and_say_whom_they_wait_for(fake_world):
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.02)
+    replica.register_comm_hook(None, send_nothing)
+    assert not torch_private.form_buckets(replica), "nothing was exchanged yet"
+    replica(torch.ones(1, 64)).sum().backward()
+    assert torch_private.form_buckets(replica) and not torch_private.form_buckets(replica), "once"
+    storages = {parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert 1 < len(storages) < 8, "gradients that were there are views of them"
+    model[2].forward = lambda states: states
+    replica(torch.ones(1, 64)).sum().backward()
+    assert list(map(id, torch_private.unused_parameters(replica))) == list(map(id, model[2].parameters()))
+
+
+def test_a_backward_pass_says_whose_gradients_are_added():
+    class Watch(torch_private.TorchDispatchMode):
+        added = ()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.add.Tensor:
+                self.added += (torch_private.running_node(),)
+            return func(*args, **(kwargs or {}))
+
+    weight = torch.nn.Parameter(torch.ones(4, 2))
+    with Watch() as watch:
+        (torch.nn.functional.embedding(torch.tensor([1]), weight) @ weight.t()).sum().backward()
+    assert watch.added == ("EmbeddingBackward0",) and torch_private.running_node() == ""
 
 
 def test_what_the_scaler_found():

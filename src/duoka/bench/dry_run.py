@@ -126,7 +126,7 @@ def _probed_layers(layout: Layout) -> tuple[int, ...]:
 def _note(layout: Layout) -> str:
     if layout.pp > 1:
         return "messages between stages are not sent here: the plan above counts them"
-    return "DDP's exchange is not run: its buckets are memory of their own here" if layout.strategy == "ddp" else ""
+    return "DDP's exchange is not run: gradients stay here as its buckets do" if layout.strategy == "ddp" else ""
 
 
 def _most(phase: str, probed: tuple[int, ...], runs: Sequence[_Probe], layers: int) -> int:
@@ -192,8 +192,8 @@ def _probe(
             )
             live.hold(engine.bare)
             is_ddp = layout.strategy == "ddp" and layout.pp == 1
-            # Gradients of several micro-batches add up beside DDP's buckets.
-            buckets = [torch.empty_like(one) for one in _trainable(engine).values() if is_ddp and len(sizes) > 1]
+            adds_beside = is_ddp and config.parallel.may_be_unused and len(sizes) > 1
+            beside = [torch.empty_like(one) for one in _trainable(engine).values() if adds_beside]
             run = _step
             if isinstance(engine, Pipeline):
                 run = functools.partial(_step_of_stages, num_micro=num_micro)
@@ -202,8 +202,7 @@ def _probe(
             for _ in range(2):  # the optimizer's state exists from the second step on
                 live.peaks.clear()
                 run(engine, optimizer, layout, sizes, config.optim.clip, live)
-                # Of one micro-batch they are the buckets, which stay from step to step.
-                optimizer.zero_grad(set_to_none=not is_ddp or bool(buckets))
+                optimizer.zero_grad(set_to_none=not is_ddp or bool(beside))  # buckets stay, and gradients lie in them
             traffic = dict(LEDGER.traffic)
             LEDGER.traffic.clear()
     return _Probe(live.peaks, traffic)

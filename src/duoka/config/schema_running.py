@@ -222,7 +222,11 @@ class ParallelConfig(Section):
     )
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl with CUDA, else gloo.")
     timeout: Seconds = Field("10min", description="A collective that takes longer ends the run.")
-    find_unused_parameters: bool = Field(False, description="DDP: look for parameters that got no gradient.")
+    find_unused_parameters: bool = Field(
+        False,
+        description="DDP: look for parameters that got no gradient. Micro-batches of a "
+        "step add up beside its buckets then, which takes the memory of the gradients twice.",
+    )
     static_graph: bool = Field(False, description="DDP: every step uses the same parameters; it learns which.")
     bucket_mb: Annotated[Number, Field(gt=0.0)] = Field(25.0, description="DDP: MiB of gradients exchanged at once.")
     bucket_view: bool = Field(True, description="DDP: gradients are views of the communication buckets.")
@@ -241,6 +245,11 @@ class ParallelConfig(Section):
     def compression(self) -> CompressConfig:
         """`compress` in its long form."""
         return self.compress if isinstance(self.compress, CompressConfig) else CompressConfig(gradients=self.compress)
+
+    @property
+    def may_be_unused(self) -> bool:
+        """Trained parameters may have no part in a loss: DDP finds by itself which."""
+        return self.find_unused_parameters or self.static_graph
 
 
 # A class body cannot say `async`, which is Python's word; people's YAML should.

@@ -8,7 +8,7 @@ undone here and nowhere else, by the communication hook. The hook also tells the
 import contextlib
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from duoka.parallel.powersgd import PowerSGD
 from duoka.parallel.precision import HALF, compute_in
 from duoka.parallel.single import bring
 from duoka.runs.heart import Heart
-from duoka.torch_private import NormBase
+from duoka.torch_private import NormBase, form_buckets, unused_parameters
 
 
 @dataclass
@@ -37,12 +37,14 @@ class Summing:
     power: PowerSGD | None
     heart: Heart
     group: dist.ProcessGroup | None
+    sent_all: bool = False  # of the last exchange's buckets
 
 
 def sum_gradients(summing: Summing, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Add a bucket of gradients over all ranks."""
     LEDGER.handed_over, ended = time.perf_counter(), LEDGER.begin()
     summing.heart.begin_exchange(f"all_reduce of gradients, bucket {bucket.index()}")
+    summing.sent_all = bucket.is_last()
     if summing.power is not None and summing.power.takes(bucket):
         summed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         summed.set_result(summing.power.sum_over_ranks(bucket))
@@ -61,6 +63,39 @@ def sum_gradients(summing: Summing, bucket: dist.GradBucket) -> torch.futures.Fu
     return work.get_future().then(done)
 
 
+class Places:
+    """Where gradients lie in DDP's buckets, so that the micro-batches of a step add up there.
+
+    A backward pass that finds no gradient makes one of its own, which the exchange copies to a bucket that is there
+    all the time: those of several micro-batches would be held twice.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.views: list[torch.Tensor] = []
+        self.num_taken = 0
+        self.are_due = False  # DDP is about to form its buckets again, as it does once
+
+    def take(self, form: Callable[[], bool]) -> None:
+        """Those in the buckets that `form` makes, with nothing left of earlier ones meanwhile."""
+        self.views, self.are_due, self.num_taken = [], False, self.num_taken + 1
+        for parameter in self.parameters:  # zeros without memory, in whose place DDP puts views
+            parameter.grad = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        if form():
+            self.views = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def were_sent(self) -> None:
+        self.are_due = self.num_taken == 1
+
+    def fill(self) -> None:
+        """Zeros, where a step has no gradients yet."""
+        for parameter, view in zip(self.parameters, self.views, strict=bool(self.views)):
+            if parameter.grad is None:
+                parameter.grad = view.zero_()
+
+
 UNUSED_FIX = "write:   find_unused_parameters: true   under parallel:, or freeze it"
 
 
@@ -70,8 +105,28 @@ class Ddp(Engine):
     exchanges_whole_gradients = True
 
     def __init__(self, spec: EngineSpec) -> None:
-        bare, parallel, world = spec.bare, spec.parallel, spec.mesh.loss
+        parallel, world = spec.parallel, spec.mesh.loss
         bring(spec)
+        self.checks_all_used = not parallel.may_be_unused
+        # One without a part in the loss has no gradient, and the optimizer leaves it alone: none is made for it then.
+        self.places = Places(spec.bare) if parallel.bucket_view and self.checks_all_used else None
+        if self.places is None:
+            self._wrap(spec)
+        else:
+            self.places.take(lambda: self._wrap(spec))
+        super().__init__(spec, self.replica)
+        self.power: PowerSGD | None = None
+        gradients = parallel.compression.gradients
+        if gradients == "powersgd":
+            self.power = PowerSGD(spec.mesh.everyone.rank, self.named_trainable(), world.group)
+        self.summing = Summing(gradients, self.power, world.heart, world.group)
+        self.replica.register_comm_hook(self.summing, sum_gradients)
+        # A static graph is learned in a first pass that exchanges; DDP breaks when that pass is one without. And its
+        # first pass forms the buckets of all later ones: a run that goes on must have these before its first sum.
+        self.needs_rehearsal = parallel.static_graph
+
+    def _wrap(self, spec: EngineSpec) -> bool:
+        bare, parallel, world = spec.bare, spec.parallel, spec.mesh.loss
         with warnings.catch_warnings():
             # Torch's new name for broadcast_buffers has no way yet to leave the first broadcast out.
             warnings.simplefilter("ignore", FutureWarning)
@@ -86,17 +141,7 @@ class Ddp(Engine):
                 # Only statistics gathered in training differ between ranks; tables of a model never do.
                 broadcast_buffers=any(isinstance(m, NormBase) and m.track_running_stats for m in bare.modules()),
             )
-        super().__init__(spec, self.replica)
-        self.power: PowerSGD | None = None
-        gradients = parallel.compression.gradients
-        if gradients == "powersgd":
-            self.power = PowerSGD(spec.mesh.everyone.rank, self.named_trainable(), world.group)
-        self.replica.register_comm_hook(Summing(gradients, self.power, world.heart, world.group), sum_gradients)
-        # With a static graph DDP finds by itself which parameters are never used.
-        self.checks_all_used = not (parallel.find_unused_parameters or parallel.static_graph)
-        # A static graph is learned in a first pass that exchanges; DDP breaks when that pass is one without. And its
-        # first pass forms the buckets of all later ones: a run that goes on must have these before its first sum.
-        self.needs_rehearsal = parallel.static_graph
+        return True
 
     def resumed(self) -> None:
         """Where a gradient lies in its bucket says in which order gloo adds more than two of them, and so what the
@@ -117,14 +162,36 @@ class Ddp(Engine):
 
     @contextlib.contextmanager
     def exchange(self, last: bool) -> Iterator[None]:
+        if self.places is not None and self.checks_all_used and not last:
+            self.places.fill()
         with contextlib.nullcontext() if last else self.replica.no_sync():
             yield
         if last and self.checks_all_used:
-            check_all_used(self.bare)
+            self.check_all_used(UNUSED_FIX)
+        if last and self.places is not None:
+            self.places.were_sent()
 
     def check_all_used(self, fix: str) -> None:
-        if not self.replica.find_unused_parameters:
-            check_all_used(self.bare, fix)
+        if self.replica.find_unused_parameters:
+            return
+        sent_all, self.summing.sent_all = self.summing.sent_all, False
+        if not sent_all:
+            unused = set(map(id, unused_parameters(self.replica)))
+            refuse_unused([name for name, parameter in self.bare.named_parameters() if id(parameter) in unused], fix)
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        super().zero_grad(optimizer)
+        self._form_buckets()
+
+    def forget_gradients(self) -> None:
+        super().forget_gradients()
+        self._form_buckets()
+
+    def _form_buckets(self) -> None:
+        """Once, on all ranks, after the first exchange."""
+        if self.places is not None and self.places.are_due:
+            with self.world.heart.exchange("broadcast of DDP's buckets"):
+                self.places.take(lambda: form_buckets(self.replica))
 
     def discard_exchange(self, optimizer: torch.optim.Optimizer, *, is_short: bool, overflowed: bool) -> None:
         super().discard_exchange(optimizer, is_short=is_short, overflowed=overflowed)
@@ -146,6 +213,9 @@ class Ddp(Engine):
     @contextlib.contextmanager
     def rehearsing(self, last: bool) -> Iterator[None]:
         """Always with an exchange, which forms the buckets."""
+        self._form_buckets()
+        if self.places is not None and not last:
+            self.places.fill()
         with self.unrecorded(), self.exchange(True):
             yield
         self.needs_rehearsal = False
@@ -162,12 +232,10 @@ class Ddp(Engine):
                 self.power.is_rehearsing = False
 
 
-def check_all_used(model: torch.nn.Module, fix: str = UNUSED_FIX) -> None:
-    """Name a trained parameter that got no gradient: DDP waits for it, and would fail obscurely at the next step."""
-    unused = [name.removeprefix("lm.") for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    if unused:
-        more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
+def refuse_unused(names: Sequence[str], fix: str) -> None:
+    """DDP waits for the gradient of each trained parameter, and would fail obscurely at the next step."""
+    if names:
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         raise ConfigError(
-            f"the parameter {unused[0]}{more} is trained but had no part in the loss",
-            fix=fix,
+            f"the parameter {names[0].removeprefix('lm.')}{more} is trained but had no part in the loss", fix=fix
         )

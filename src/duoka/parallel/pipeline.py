@@ -28,7 +28,7 @@ from duoka.optim.host import local_part
 from duoka.optim.muon import Sharing
 from duoka.optim.spread import Groups, add_over
 from duoka.parallel import inject
-from duoka.parallel.ddp import check_all_used
+from duoka.parallel.ddp import refuse_unused
 from duoka.parallel.engine import NO_OBSERVER, Engine, EngineSpec, PassObserver, RankSums, StepTimes
 from duoka.parallel.gpu_clock import GpuClock
 from duoka.parallel.inputs import model_inputs
@@ -114,7 +114,8 @@ class Pipeline(Engine):
         if sums.shortage is None and self.adds_gradients:
             for parameter in self._twins().values():
                 _gradient(parameter)  # which the other end may have alone
-            check_all_used(self.bare, "freeze it")
+            own = self.bare.named_parameters()
+            refuse_unused([name for name, p in own if p.requires_grad and p.grad is None], "freeze it")
         if sums.shortage is None or sums.shortage.rejoined:
             self.sum_axes()
             self._add_gradients()

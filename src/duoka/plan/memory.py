@@ -152,7 +152,7 @@ def _estimate(
         later=sizes[1],
         peak_tokens=tokens_of[peak],
         formula=formula,
-        formulas=_name_formulas(work, layout, static.formula, formula, share, held.beside > 0),
+        formulas=_name_formulas(work, layout, static.formula, formula, share, adds_beside=held.beside > 0),
         host_bytes=host + (moved if on_host else 0),
         disk_bytes=static.disk_bytes + put_away + (0 if on_host else moved),
     )
@@ -173,9 +173,10 @@ class _Held:
         if self.gathers_once and layout.strategy == "zero1":
             away = layout.offload == "params" and bool(static.host_bytes)
             self.exchanged = 0 if away else self.gradients // layout.state_ranks
-        # DDP's lie in its buckets once they are sent; until then those of several micro-batches add up beside them.
-        adds_up = self.is_native and layout.strategy == "ddp" and layout.pp == 1 and work.bucket_view and not is_only
-        self.beside = work.trained_size * share.trainable if adds_up else 0
+        # Micro-batches add up in DDP's buckets, or, where some parameters may have no gradient, beside them.
+        is_ddp = self.is_native and layout.strategy == "ddp" and layout.pp == 1
+        adds_beside = is_ddp and work.bucket_view and not work.adds_in_buckets and not is_only
+        self.beside = work.trained_size * share.trainable if adds_beside else 0
 
     def at(self, moment: str, finds_gradients: bool = False) -> dict[str, int]:
         """`finds_gradients`: those of the step's earlier micro-batches."""
@@ -242,13 +243,13 @@ def _framework_bytes(work: Work, layout: Layout) -> tuple[int, int, int]:
 
 
 def _name_formulas(
-    work: Work, layout: Layout, static: str, activations: str, share: ModelShare, adds_up: bool
+    work: Work, layout: Layout, static: str, activations: str, share: ModelShare, *, adds_beside: bool
 ) -> Mapping[str, str]:
     flight = f", {share.in_flight} micro-batches in the pipeline" if share.in_flight > 1 else ""
     whole = work.program is not None and work.program.logits
     context = "CUDA context, NCCL" if work.device == "cuda" else "interpreter and libraries"
     cast = "the layers" if layout.recompute == "none" else "layers that are not computed again, and of one"
-    beside = f" + {work.trained_size}Pt of micro-batches that add up beside DDP's buckets" if adds_up else ""
+    beside = f" + {work.trained_size}Pt of micro-batches that add up beside DDP's buckets" if adds_beside else ""
     return {
         "weights": static,
         "gradients": static + beside,
@@ -260,7 +261,7 @@ def _name_formulas(
         else f"2P of {cast}: autocast's half-precision copies",
         "loss": "tokens x V: whole logits and their gradients" if whole else "logits in chunks, the head's gradient",
         "working": "gradients of one layer's activations",
-        "embedding": "what its gradient is made of: of one weight at both ends the head's, the embedding's, their sum",
+        "embedding": "what its gradient is made of: of one weight at both ends the head's and the embedding's",
         "pipeline": "hidden states and gradients that travel between stages, one micro-batch of each",
         "temporaries": "of the optimizer's step",
         "cache": "keys and values of the answers that are drawn at once",

@@ -179,18 +179,18 @@ def _trains_layer(work: Work, number: int) -> bool:
 def _embedding_bytes(work: Work, layout: Layout, share: ModelShare, is_first: bool, is_only: bool) -> int:
     """Beside the gradients of all weights, when the embedding's comes: what it is made of.
 
-    Of one weight at both ends, the head's gradient, the embedding's and their sum, which is then added to what was
-    there. Where ranks share gradients, they are whole until they are sent, as are the first layer's on their way.
+    Of one weight at both ends, the head's gradient and the embedding's, whose sum is then added to what was there.
+    Where ranks share gradients, they are whole until they are sent, as are the first layer's on their way.
     """
     if not share.embedding or not work.trains_embedding or work.deepspeed is not None or work.program is not None:
         return 0
     is_tied = share.has_head and not share.head
     if layout.is_sharded and (is_only or layout.strategy != "zero1"):
-        whole = work.trained_size * (3 if is_tied else 1) * share.embedding + 4 * share.per_layer
+        whole = work.trained_size * (2 if is_tied else 1) * share.embedding + 4 * share.per_layer
         # In fp32 as it is sent, once its weights are let go, which zero2 does in a step's last pass.
         keeps = layout.strategy == "zero2" and not is_only
         return max(whole, (work.trained_size + 4) * share.embedding) if keeps else whole
-    return work.trained_size * share.embedding * ((2 if is_tied else 0) + (not is_first))
+    return work.trained_size * share.embedding * (is_tied + (not is_first))
 
 
 def _cast_bytes(work: Work, layout: Layout, share: ModelShare) -> int:

@@ -66,6 +66,7 @@ class Work:
     lora: LoraConfig | None
     device: str = "cpu"
     bucket_view: bool = True
+    adds_in_buckets: bool = True  # ddp's micro-batches; not where it looks for parameters without a part in the loss
     optimizer: str = "adamw"
     frozen_bits: int = 0  # 4 or 8: a quantized frozen base
     program: Program | None = None

@@ -329,9 +329,10 @@ def _last(length: Steps | Horizon | None) -> int | None:
 
 
 def _work(config: RunConfig, shape: ModelShape, machine: Machine, local_size: int) -> Work:
-    view, optimizer, packed = config.parallel.bucket_view, config.optim.name, config.parallel.compression
+    parallel, optimizer, packed = config.parallel, config.optim.name, config.parallel.compression
     return Work(
-        shape, config.lora, machine.device, view, optimizer, train_only=config.train_only,
+        shape, config.lora, machine.device, parallel.bucket_view,
+        not parallel.may_be_unused, optimizer, train_only=config.train_only,
         frozen_bits=shape.packed_bits if config.model.quantization == "none" else 4,
         narrow_weights=config.train.weights == "bf16",
         saves_beside=config.checkpoint.is_async, is_new=config.model.is_new,
