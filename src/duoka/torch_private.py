@@ -45,6 +45,7 @@ __all__ = [
     "fake_store",
     "foreach_mul_",
     "foreach_norm",
+    "foreach_zero_",
     "forget_shardings",
     "form_buckets",
     "found_inf",
@@ -65,6 +66,7 @@ __all__ = [
 
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
+foreach_zero_ = torch._foreach_zero_
 read_number = torch.ops.aten._local_scalar_dense.default  # what int(tensor) asks, as a dispatch mode sees it
 scaled_mm = torch._scaled_mm  # of 8-bit floats; the public one takes one more list of how scales lie, from 2.10 on
 

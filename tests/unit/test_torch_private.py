@@ -190,6 +190,8 @@ def test_small_ones():
     assert torch_private.read_number in asked
     torch_private.foreach_mul_(tensors, 3)
     assert tensors[0].sum() == 12
+    torch_private.foreach_zero_(tensors)
+    assert tensors[0].sum() == 0
     assert isinstance(torch.nn.BatchNorm1d(2), torch_private.NormBase)
     assert torch_private.tree_map_only(int, lambda number: number + 1, {"a": [1, "b"]}) == {"a": [2, "b"]}
     with torch_private.FakeTensorMode() as mode:

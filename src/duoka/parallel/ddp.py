@@ -26,7 +26,7 @@ from duoka.parallel.powersgd import PowerSGD
 from duoka.parallel.precision import HALF, compute_in
 from duoka.parallel.single import bring
 from duoka.runs.heart import Heart
-from duoka.torch_private import NormBase, form_buckets, unused_parameters
+from duoka.torch_private import NormBase, foreach_zero_, form_buckets, unused_parameters
 
 
 @dataclass
@@ -91,9 +91,10 @@ class Places:
 
     def fill(self) -> None:
         """Zeros, where a step has no gradients yet."""
-        for parameter, view in zip(self.parameters, self.views, strict=bool(self.views)):
-            if parameter.grad is None:
-                parameter.grad = view.zero_()
+        if self.views and all(parameter.grad is None for parameter in self.parameters):
+            foreach_zero_(self.views)
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                parameter.grad = view
 
 
 UNUSED_FIX = "write:   find_unused_parameters: true   under parallel:, or freeze it"
