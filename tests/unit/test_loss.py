@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from held_layers import AllocatedPeak
 
 from duoka.model import chunks
 from duoka.model.chunks import IGNORED, Bend, LowRank
@@ -115,6 +116,25 @@ def test_autocast_takes_the_product_in_bf16_and_keeps_fp32_gradients_of_fp32_wei
     assert got.dtype == torch.float32
     error = float((got - want).norm() / want.norm())
     assert 0 < error < 2e-2, f"relative error {error}"
+
+
+@pytest.mark.parametrize("rows", [32, 96])  # in one chunk, and in several
+def test_of_the_heads_gradient_only_some_words_are_held_twice(monkeypatch, rows):
+    """In half precision each chunk's product is added in fp32: as many words of it at once as are told."""
+    vocab, dim, words = 4099, 64, 256
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2 * vocab * 32)
+    hidden, weight, labels = make_case(torch.float32, rows=rows, dim=dim, vocab=vocab)
+    found = {}
+    for size in (words, vocab):
+        monkeypatch.setattr(chunks, "PRODUCT_BYTES", 2 * dim * size)
+        with AllocatedPeak([]) as allocated, torch.autocast("cpu", torch.bfloat16):
+            ours, _ = sum_cross_entropy(hidden, weight, labels)
+        found[size] = allocated.peak, torch.autograd.grad(ours, (hidden, weight))
+    (few, ours), (whole, at_once) = found[words], found[vocab]
+    assert 0.9 < (whole - few) / (2 * dim * (vocab - words)) < 1.1, (whole, few)
+    plain = torch.autograd.grad(plain_loss(hidden @ weight.T, labels), (hidden, weight))
+    for got, same, wide in zip(ours, at_once, plain, strict=True):
+        assert (got - same).norm() < 1e-3 * same.norm() and (got - wide).norm() < 2e-2 * wide.norm()
 
 
 def test_correct_tokens_are_counted_over_targets_only():

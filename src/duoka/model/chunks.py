@@ -22,6 +22,10 @@ CHUNK_BYTES = 64 * 2**20
 GPU_CHUNK_BYTES = 2**30
 # On a CPU no more rows pay, where the vocabulary is small: what lies in the cache is not read from memory again.
 CPU_CHUNK_ROWS = 512
+# A chunk's part of the head's gradient in half precision, so many words of it at once before it is added in fp32: in
+# the cache of a CPU, and no second head on a GPU.
+PRODUCT_BYTES = 8 * 2**20
+GPU_PRODUCT_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -173,8 +177,7 @@ class _Factors:
     def __init__(self, rows: torch.Tensor, weight: torch.Tensor, want_rows: bool, want_weight: bool) -> None:
         self.rows, self.weight = rows, weight.to(rows.dtype)
         self.row_grad = torch.empty_like(rows) if want_rows else None
-        # One chunk's product, in memory that all chunks share.
-        self._narrow_grad: torch.Tensor | None = None
+        self._product: torch.Tensor | None = None  # in memory that all chunks share
         # Summed over chunks in fp32: bf16 sums over many chunks lose what small gradients add. The first chunk writes
         # where later ones add: filling a head's worth of memory with zeros first takes as long as many rows.
         make = torch.empty_like if rows.shape[0] else torch.zeros_like
@@ -187,17 +190,28 @@ class _Factors:
             return
         part = self.rows[start:end]
         if slope.dtype != self.weight_grad.dtype:
-            self._narrow_grad = torch.mm(slope.t(), part, out=self._narrow_grad)
-            if start == 0:
-                self.weight_grad.copy_(self._narrow_grad)
-            elif slope.dtype is torch.bfloat16 and native.adds(self.weight_grad, self._narrow_grad):
-                native.add_(self.weight_grad, self._narrow_grad)
-            else:
-                self.weight_grad.add_(self._narrow_grad)
+            self._add_products(slope, part, is_first=start == 0)
         elif start == 0:
             torch.mm(slope.t(), part, out=self.weight_grad)
         else:
             self.weight_grad.addmm_(slope.t(), part)
+
+    def _add_products(self, slope: torch.Tensor, part: torch.Tensor, *, is_first: bool) -> None:
+        assert self.weight_grad is not None
+        if self._product is None:
+            most = PRODUCT_BYTES if part.device.type == "cpu" else GPU_PRODUCT_BYTES
+            num_words = max(1, most // (part.shape[1] * part.itemsize))
+            self._product = part.new_empty(min(num_words, slope.shape[1]), part.shape[1])
+        size = self._product.shape[0]
+        adds = slope.dtype is torch.bfloat16 and native.adds(self.weight_grad, self._product)
+        for words, total in zip(slope.split(size, dim=1), self.weight_grad.split(size), strict=True):
+            product = torch.mm(words.t(), part, out=self._product[: words.shape[1]])
+            if is_first:
+                total.copy_(product)
+            elif adds:
+                native.add_(total, product)
+            else:
+                total.add_(product)
 
 
 def _products(

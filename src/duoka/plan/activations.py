@@ -28,6 +28,7 @@ from duoka.plan.trained_weights import is_trained, layer_numbers, trains_head
 # Logits of one chunk of the loss in fp32. model/chunks.py has the same chunks; a test holds the two together.
 LOSS_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 LOSS_CHUNK_ROWS = 512  # on a CPU
+LOSS_PRODUCT_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 
 
 def is_narrow(work: Work, layout: Layout) -> bool:
@@ -247,6 +248,6 @@ def loss_bytes(work: Work, layout: Layout, share: ModelShare, tokens: int) -> tu
     weight_copy = 2 * head if half and not comes_narrow else 0
     if work.train_only is not None and not trains_head(shape, work.train_only):
         return chunk + weight_copy, 2 * row_gradient
-    # The head's gradient is summed over chunks; in half precision each chunk's own product stands beside the sum.
-    product = 2 * head if half else 0
+    # The head's gradient is summed over chunks; in half precision some words' own product stands beside the sum.
+    product = min(2 * head, LOSS_PRODUCT_BYTES[work.device]) if half else 0
     return chunk + weight_copy + product, 2 * row_gradient + 4 * head
