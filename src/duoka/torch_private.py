@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -58,6 +59,7 @@ __all__ = [
     "running_node",
     "scaled_mm",
     "set_call",
+    "side_thread",
     "storage_key",
     "tree_map_only",
     "unused_parameters",
@@ -75,6 +77,17 @@ def running_node() -> str:
     """Of a backward pass, the function whose gradients are being computed, or added to those of others."""
     node = torch._C._current_autograd_node()
     return "" if node is None else str(node.name())
+
+
+def side_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
+    """A thread for work beside steps. Where these compute on a CPU, its operators take no threads of their own.
+
+    OpenMP counts threads that ever worked for it; once they are more than cores, none of them waits awake for the next
+    region any more, and each operator of a step begins with waking the others (a tenth of a step with two threads).
+    """
+    own = torch.get_num_threads()  # which the caller keeps, whatever others are told from here on
+    num_threads = 1 if device.type == "cpu" else own
+    return ThreadPoolExecutor(1, name, initializer=torch.set_num_threads, initargs=(num_threads,))
 
 
 def wrapper_of_shape(kind: type, shape: torch.Size, values: torch.Tensor) -> Any:

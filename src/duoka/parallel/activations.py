@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from duoka.model.build import find_core
 from duoka.model.layers import find_layers
 from duoka.optim.disk_arena import DiskArena
-from duoka.torch_private import StorageWeakRef, storage_key
+from duoka.torch_private import StorageWeakRef, side_thread, storage_key
 
 LEAST_BYTES = 64 * 1024  # smaller ones are not worth a trip
 _PENDING = 2  # finished layers that wait for the thread; with more, the forward pass waits
@@ -82,7 +82,7 @@ class ActivationsElsewhere:
         self.moved_bytes = 0  # away, since the start
         self._layer: Layer | None = None
         self._hooks: Any = None
-        self._thread = ThreadPoolExecutor(1, "duoka-activations")  # started by the first work
+        self._thread = side_thread("duoka-activations", device)  # started by the first work
         bare.register_forward_pre_hook(self._enter)
         bare.register_forward_hook(self._leave, always_call=True)
         for layer in find_layers(find_core(bare)):

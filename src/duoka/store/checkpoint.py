@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from duoka.store.resume import STATE
 from duoka.store.retention import DRAFT, Keep, make_way, remove_old
 from duoka.store.snapshot import CHUNK_BYTES, Chunk, Copier, HeapBuffer, HostBuffer, SavePlan, plan_share, write_share
 from duoka.store.state import read_random_state
+from duoka.torch_private import side_thread
 from duoka.units import format_bytes
 
 SMALL_FILES_BYTES = 1 << 20  # generators, config, state and manifest, per rank and generously
@@ -120,7 +121,7 @@ class CheckpointStore:
         self._spare: list[HeapBuffer] = []  # as much as the latest save needed
         self._blocked_s = 0.0  # by the save under way
         # One thread, so that two saves can never be under way at once.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="duoka-save")
+        self._thread = side_thread("duoka-save", world.device)
         self._warming: Future[None] | None = None
         self._writing: Future[Saved | SaveFault] | None = None
 
