@@ -136,7 +136,10 @@ class CheckpointStore:
             contents.optimizer.register_step_pre_hook(lambda *_: self.release())
         self._buffer = HostBuffer(size, self.world.device)
         may_pin = size <= available_memory_bytes() / 2 / self.world.local_size
-        self._warming = self._thread.submit(self._buffer.touch, may_pin=may_pin)
+        if self.asynchronous:
+            self._warming = self._thread.submit(self._buffer.touch, may_pin=may_pin)
+        else:
+            self._buffer.touch(may_pin=may_pin)
 
     def _plan(self, contents: Contents) -> SavePlan:
         """What each rank writes, and what that comes to; all ranks call it together the first time."""
@@ -195,8 +198,9 @@ class CheckpointStore:
         if isinstance(answer, (Saved, SaveFault)):
             self._writing.set_result(answer)
             return
-        assert self._share is not None and self._buffer is not None and self._warming is not None
-        self._warming.result()
+        assert self._share is not None and self._buffer is not None
+        if self._warming is not None:
+            self._warming.result()
         small, tensors = self._small_files(contents), contents.tensors()
         copier, buffer, size = Copier(self._share, tensors, self.world.device), self._buffer, self._share.size_bytes
         if not self.asynchronous:
