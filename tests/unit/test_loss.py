@@ -123,6 +123,7 @@ def test_of_the_heads_gradient_only_some_words_are_held_twice(monkeypatch, rows)
     """In half precision each chunk's product is added in fp32: as many words of it at once as are told."""
     vocab, dim, words = 4099, 64, 256
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 2 * vocab * 32)
+    monkeypatch.setattr(chunks, "MOST_PRODUCTS", vocab // words + 1)
     hidden, weight, labels = make_case(torch.float32, rows=rows, dim=dim, vocab=vocab)
     found = {}
     for size in (words, vocab):

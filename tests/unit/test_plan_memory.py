@@ -7,7 +7,7 @@ from held_layers import AllocatedPeak
 from duoka.config.schema import LoraConfig, OptimConfig, TrainOnlyConfig
 from duoka.model import native
 from duoka.optim.build import build_optimizer
-from duoka.plan.activations import LOSS_CHUNK_BYTES, LOSS_CHUNK_ROWS, LOSS_PRODUCT_BYTES
+from duoka.plan.activations import LOSS_CHUNK_BYTES, LOSS_CHUNK_ROWS, LOSS_MOST_PRODUCTS, LOSS_PRODUCT_BYTES
 from duoka.plan.compiler import SWITCH, has_kernels
 from duoka.plan.layout import Layout
 from duoka.plan.memory import CPU_FRAMEWORK_BYTES, NARROW_STEP_BYTES, estimate_memory
@@ -170,6 +170,7 @@ def test_plan_and_loss_work_in_the_same_chunks():
     assert LOSS_CHUNK_BYTES == {"cpu": chunks.CHUNK_BYTES, "cuda": chunks.GPU_CHUNK_BYTES}
     assert LOSS_CHUNK_ROWS == chunks.CPU_CHUNK_ROWS
     assert LOSS_PRODUCT_BYTES == {"cpu": chunks.PRODUCT_BYTES, "cuda": chunks.GPU_PRODUCT_BYTES}
+    assert LOSS_MOST_PRODUCTS == chunks.MOST_PRODUCTS
 
 
 def test_a_reference_beside_the_model_is_weights_and_a_forward_pass():

@@ -26,6 +26,7 @@ CPU_CHUNK_ROWS = 512
 # the cache of a CPU, and no second head on a GPU.
 PRODUCT_BYTES = 8 * 2**20
 GPU_PRODUCT_BYTES = 256 * 2**20
+MOST_PRODUCTS = 16  # of a chunk: a large head's are larger, since each costs a few calls
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class _Factors:
         assert self.weight_grad is not None
         if self._product is None:
             most = PRODUCT_BYTES if part.device.type == "cpu" else GPU_PRODUCT_BYTES
-            num_words = max(1, most // (part.shape[1] * part.itemsize))
+            num_words = max(most // (part.shape[1] * part.itemsize), math.ceil(slope.shape[1] / MOST_PRODUCTS))
             self._product = part.new_empty(min(num_words, slope.shape[1]), part.shape[1])
         size = self._product.shape[0]
         adds = slope.dtype is torch.bfloat16 and native.adds(self.weight_grad, self._product)

@@ -29,6 +29,7 @@ from duoka.plan.trained_weights import is_trained, layer_numbers, trains_head
 LOSS_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 LOSS_CHUNK_ROWS = 512  # on a CPU
 LOSS_PRODUCT_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
+LOSS_MOST_PRODUCTS = 16
 
 
 def is_narrow(work: Work, layout: Layout) -> bool:
@@ -249,5 +250,5 @@ def loss_bytes(work: Work, layout: Layout, share: ModelShare, tokens: int) -> tu
     if work.train_only is not None and not trains_head(shape, work.train_only):
         return chunk + weight_copy, 2 * row_gradient
     # The head's gradient is summed over chunks; in half precision some words' own product stands beside the sum.
-    product = min(2 * head, LOSS_PRODUCT_BYTES[work.device]) if half else 0
+    product = min(2 * head, max(LOSS_PRODUCT_BYTES[work.device], 2 * head // LOSS_MOST_PRODUCTS)) if half else 0
     return chunk + weight_copy + product, 2 * row_gradient + 4 * head
