@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import gc
 import io
 from pathlib import Path
 
@@ -233,6 +234,27 @@ def uneven(accelerator):
     accelerator.free_memory()
 
 
+def hold_gradients_once(accelerator):
+    """DDP forms its buckets once more after the first exchange: nothing keeps the first ones. Gradients that were there
+    before the model was prepared stay."""
+    plain = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
+    plain(torch.ones(1, 256)).sum().backward()
+    before = [parameter.grad.clone() for parameter in plain.parameters()]
+    model = accelerator.prepare(plain)
+    assert all(map(torch.equal, before, (parameter.grad for parameter in model.parameters())))
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    for _ in range(3):
+        model.zero_grad()
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 256)).mean())
+    model.zero_grad()
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (one.untyped_storage() for one in tensors)}
+    assert sum(size >= whole for size in storages.values()) <= 1, "buckets of before"
+    accelerator.free_memory()
+
+
 def all_of_it(folder):
     from duoka import Accelerator
 
@@ -242,6 +264,7 @@ def all_of_it(folder):
     two_backwards(accelerator)
     by_hand()
     uneven(accelerator)
+    hold_gradients_once(accelerator)
     traps(accelerator)
     (Path(folder) / f"done-{accelerator.process_index}").touch()
 

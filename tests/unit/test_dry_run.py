@@ -14,6 +14,7 @@ from duoka.config.schema import RunConfig
 from duoka.plan.activations import activation_bytes_per_token
 from duoka.plan.layout import Layout, parse_layout
 from duoka.plan.memory import estimate_memory
+from duoka.plan.moments import EMBEDDING
 from duoka.plan.recipe import Work
 from duoka.plan.shape import shape_from_config
 from duoka.plan.traffic import traffic
@@ -162,6 +163,19 @@ def test_arithmetic_is_what_the_real_code_holds(tied, way, name, recompute, micr
     found = dry_run(config, facts, layout, [tokens] * min(2, micro), micro)
     planned = memory.peak_bytes - memory.parts["framework"]
     assert planned == pytest.approx(found.peak_bytes, rel=0.04), (memory.moments, found.phases)
+
+
+@pytest.mark.parametrize("name", ["single", "fsdp8", "zero1x8", "zero2x8"])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_the_gradient_of_one_weight_at_both_ends_is_made_of_two(name, micro):
+    """Of so few tokens it is the peak, of which one tensor more would be a sixth."""
+    layout, facts = replace(parse_layout(name), packing=False), SHALLOW | {"vocab_size": 32768}
+    work = Work(shape_from_config(facts), None, has_kernels=False)
+    memory = estimate_memory(work, layout, 16, later=16 if micro > 1 else 0, accumulation=micro)
+    found = dry_run(PLAIN, facts, layout, [16] * micro, micro)
+    assert memory.peak_moment == EMBEDDING
+    planned = memory.peak_bytes - memory.parts["framework"]
+    assert planned == pytest.approx(found.phases["backward"], rel=0.06), (memory.moments, found.phases)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -158,9 +158,7 @@ def prepare_model(
     if layout.is_sharded and mesh.loss.size > 1:
         model.to(device)
         _share_first_weights(model, mesh.loss)
-    engine = parallelize(model, layout, parallel, mesh)
-    # Gradients may be gone by the end of `accumulate`: prepared models look right after the backward pass.
-    engine.checks_all_used = False
+    engine = parallelize(model, layout, parallel, mesh, drives_passes=False)
     prepared = PreparedModel(engine, layout, engine.named_trainable(), readings)
     if layout.is_sharded:
         _refuse_copies(engine.bare)

@@ -158,13 +158,15 @@ def parallelize(
     matrices: Collection[str] = (),
     folder: Path | None = None,
     row_tokens: int = 0,
+    drives_passes: bool = True,
 ) -> Engine:
     """Apply the layout. With `source` the model is on the meta device still, and is filled once it is sharded.
 
     `matrices` names what the optimizer needs whole: under zero1 and zero2 each has a rank that owns it.
     In `folder` lies what is offloaded to a disk. `row_tokens`: the length of every row, where it never changes.
+    `drives_passes`: the engine's own `forward_backward` does.
     """
-    spec = EngineSpec(bare, layout, parallel, mesh, source, matrices, folder or Path(), row_tokens)
+    spec = EngineSpec(bare, layout, parallel, mesh, source, matrices, folder or Path(), row_tokens, drives_passes)
     for step in STEPS:
         if step.applies(spec):
             step.apply(spec)

@@ -108,7 +108,8 @@ class Ddp(Engine):
     def __init__(self, spec: EngineSpec) -> None:
         parallel, world = spec.parallel, spec.mesh.loss
         bring(spec)
-        self.checks_all_used = not parallel.may_be_unused
+        # Else prepared models look right after the backward pass: gradients may be gone by the end of `accumulate`.
+        self.checks_all_used = spec.drives_passes and not parallel.may_be_unused
         # One without a part in the loss has no gradient, and the optimizer leaves it alone: none is made for it then.
         self.places = Places(spec.bare) if parallel.bucket_view and self.checks_all_used else None
         if self.places is None:
@@ -163,7 +164,7 @@ class Ddp(Engine):
 
     @contextlib.contextmanager
     def exchange(self, last: bool) -> Iterator[None]:
-        if self.places is not None and self.checks_all_used and not last:
+        if self.places is not None and not last:
             self.places.fill()
         with contextlib.nullcontext() if last else self.replica.no_sync():
             yield

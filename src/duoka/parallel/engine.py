@@ -55,6 +55,7 @@ class EngineSpec:
     matrices: Collection[str] = ()  # that the optimizer needs whole
     folder: Path = Path()  # of what lies on a disk
     row_tokens: int = 0  # of every row; 0: they vary
+    drives_passes: bool = True  # not in people's own loops, where not every window has a backward pass of each model
     moved: Moved = field(default_factory=Moved)  # filled by the steps
 
 
@@ -111,8 +112,6 @@ class Engine:
 
     # An exchange sends all of a gradient, with what an earlier exchange summed already (see accelerator/prepared.py).
     exchanges_whole_gradients = False
-    # `exchange` itself looks for trained parameters without a gradient, where that would break the next step.
-    checks_all_used = True
     # Ranks exchange weights inside a pass: one that fails in it leaves the others waiting there.
     exchanges_in_passes = False
     # It keeps the optimizer's state in host memory by itself: it is given an optimizer that does not.
