@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from held_layers import AllocatedPeak
+from held_layers import LiveBytes
 
 from duoka.model import chunks
 from duoka.model.chunks import IGNORED, Bend, LowRank
@@ -128,7 +128,7 @@ def test_of_the_heads_gradient_only_some_words_are_held_twice(monkeypatch, rows)
     found = {}
     for size in (words, vocab):
         monkeypatch.setattr(chunks, "PRODUCT_BYTES", 2 * dim * size)
-        with AllocatedPeak([]) as allocated, torch.autocast("cpu", torch.bfloat16):
+        with LiveBytes([]) as allocated, torch.autocast("cpu", torch.bfloat16):
             ours, _ = sum_cross_entropy(hidden, weight, labels)
         found[size] = allocated.peak, torch.autograd.grad(ours, (hidden, weight))
     (few, ours), (whole, at_once) = found[words], found[vocab]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from held_layers import AllocatedPeak
+from held_layers import LiveBytes
 
 from duoka.config.schema import LoraConfig, OptimConfig, TrainOnlyConfig
 from duoka.model import native
@@ -52,7 +52,7 @@ def measured_peak(lora, precision, recompute, sizes=(TOKENS,), *, narrow=False, 
     optimizer = build_optimizer(trained, OptimConfig()) if narrow else torch.optim.AdamW(trained.values())
     for _ in range(2):  # the optimizer's state exists from the second step on
         states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-        with AllocatedPeak([*lm.parameters(), *lm.buffers(), *states]) as live:
+        with LiveBytes([*lm.parameters(), *lm.buffers(), *states]) as live:
             for size in sizes:
                 tokens = torch.randint(0, FACTS["vocab_size"], (1, size))
                 places = torch.arange(size)[None] % DOCUMENT
@@ -137,7 +137,7 @@ def test_below_the_trained_layers_nothing_is_kept_and_above_them_less(chosen, pr
     predicted = estimate_memory(work, layout, tokens, later=0).peak_bytes - CPU_FRAMEWORK_BYTES[1]
     measured = measured_peak(None, precision, recompute, (tokens,), train_only=chosen)
     told = f"{predicted / 2**20:.1f} MiB predicted, {measured / 2**20:.1f} measured"
-    assert 0.94 < predicted / measured < 1.08, told
+    assert 0.95 < predicted / measured < 1.08, told
 
 
 @pytest.mark.parametrize("later", [64, 128, 256])
