@@ -107,8 +107,8 @@ def kind(request, anew):
     return torch.float32 if request.param == "fp32" else torch.bfloat16
 
 
-@pytest.mark.parametrize("heads, groups, dim", ((4, 2, 32), (3, 3, 16), (9, 3, 64), (2, 1, 80)))
-@pytest.mark.parametrize("lengths", ((1, 2, 130, 47, 48, 49, 16), (64,)))
+@pytest.mark.parametrize("heads, groups, dim", ((4, 2, 32), (3, 3, 16), (9, 3, 64), (2, 1, 80), (3, 1, 48)))
+@pytest.mark.parametrize("lengths", ((1, 2, 130, 47, 48, 49, 16), (64,), (97, 301, 12, 13)))
 @pytest.mark.parametrize("whole", (True, False), ids=("all ask", "some ask"))
 def test_attention_of_documents(kind, heads, groups, dim, lengths, whole):
     tokens = sum(lengths)

@@ -1,9 +1,10 @@
-// Attention of bf16 on CPUs with bf16 arithmetic (attention_wide.cpp: on others): causal, each document for itself. Products are AMX's where the processor has
-// it, AVX-512's elsewhere. native.py compiles it beside native.cpp, and calls it with addresses.
+// Attention of bf16 on CPUs with bf16 arithmetic (attention_wide.cpp: on others): causal, each document for itself.
+// native.py compiles it beside native.cpp, and calls it with addresses.
 //
 // Every number of a result is computed by one thread in one order, so the count of threads changes no bit.
 
 #include "attention.h"
+#include "narrow_products.h"
 
 extern "C" int duoka_has_narrow_attention() {
 #ifdef __AVX512BF16__
@@ -14,277 +15,208 @@ extern "C" int duoka_has_narrow_attention() {
 }
 
 #ifdef __AVX512BF16__
-#include <immintrin.h>
-
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#define TILES
-#endif
-
 namespace {
 
-#ifdef TILES
-// Whether the kernel lets this process have AMX's registers.
-bool has_tiles() {
-  constexpr long ask = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  static const bool granted = syscall(SYS_arch_prctl, ask, tile_data) == 0;
-  return granted;
+constexpr float LOG2_E = 1.44269504f;
+
+// 2 to the power of x, to 2 units in the last place; NaN stays.
+inline __m512 power(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
+  __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), rest = _mm512_sub_ps(x, whole);
+  __m512 p = _mm512_set1_ps(1.535336188e-4f);
+  for (float next : {1.339887441e-3f, 9.618437357e-3f, 5.550332472e-2f, 2.402264791e-1f, 6.931472029e-1f, 1.0f})
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(next));
+  return _mm512_scalef_ps(p, whole);
 }
 
-// While it lives, this thread's tiles are 16 rows of 64 bytes. Left behind is nothing: other libraries set their own.
-struct TilesOn {
-  TilesOn() {
-    struct alignas(64) {
-      std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } shape;
-    if (has_tiles()) _tile_loadconfig(&shape);
+// Of one query: `last` keys count, the others up to `columns` become 0. Weights are parts of the largest, and `share` is
+// what their sums are to be multiplied by. Returns the logarithm to base 2 of the sum of exponentials.
+inline float soften(const float* scores, bf16* weights, i64 last, i64 columns, float scale, float* share) {
+  __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps(), times = _mm512_set1_ps(scale * LOG2_E);
+  for (i64 i = 0; i < last; i += 16) {
+    __mmask16 mask = first_of(last - i);
+    most = _mm512_mask_max_ps(most, mask, most, _mm512_loadu_ps(scores + i));
   }
-  ~TilesOn() {
-    if (has_tiles()) _tile_release();
+  float top = _mm512_reduce_max_ps(most) * scale * LOG2_E;
+  __m512 less = _mm512_set1_ps(top);
+  for (i64 i = 0; i < last; i += 16) {
+    __m512 one = power(_mm512_fmsub_ps(_mm512_loadu_ps(scores + i), times, less));
+    one = _mm512_maskz_mov_ps(first_of(last - i), one);
+    sum = _mm512_add_ps(sum, one);
+    _mm256_storeu_si256((__m256i*)(weights + i), (__m256i)_mm512_cvtneps_pbh(one));
   }
+  for (i64 i = up(last, 16); i < columns; i += 16) _mm256_storeu_si256((__m256i*)(weights + i), _mm256_setzero_si256());
+  float total = _mm512_reduce_add_ps(sum);
+  *share = 1.0f / total;
+  return top + std::log2(total);
+}
+
+struct Row {  // of one query, in the backward pass: `inner` are its weights' slopes
+  const float *scores, *inner;
+  float log_sum, delta;
+  bf16* slopes;  // of its scores
 };
-#else
-struct TilesOn {};
-#endif
 
-struct Tile {  // of fp32 sums, on their way between memory and registers
-  float* at;
-  i64 stride;
-  bool adds;
+// Weights again, and their scores' slopes, of a query and of the next one (if `two`), as pairs by key and as rows. `last`
+// keys count of the first, one more of the second; pairs are `written` up to where others of their block end.
+inline void soften_back(Row one, Row other, bool two, i64 last, i64 columns, i64 written, float scale, u32* pairs,
+                        u32* slope_pairs) {
+  const __m512i mixed = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                         20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  __m512 times = _mm512_set1_ps(scale * LOG2_E), plain = _mm512_set1_ps(scale);
+  auto weigh = [&](const Row& row, i64 i, __mmask16 mask, __m512* slope) {
+    __m512 log = _mm512_fmsub_ps(_mm512_loadu_ps(row.scores + i), times, _mm512_set1_ps(row.log_sum));
+    __m512 weight = _mm512_maskz_mov_ps(mask, power(log));
+    __m512 inner = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(row.inner + i), _mm512_set1_ps(row.delta)), plain);
+    *slope = _mm512_maskz_mul_ps(mask, weight, inner);
+    return weight;
+  };
+  for (i64 i = 0; i < columns; i += 16) {
+    __m512 first = _mm512_setzero_ps(), second = first, first_slope = first, second_slope = first;
+    if (i < last) first = weigh(one, i, first_of(last - i), &first_slope);
+    if (two && i < last + 1) second = weigh(other, i, first_of(last + 1 - i), &second_slope);
+    __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+    __m512i slopes = (__m512i)_mm512_cvtne2ps_pbh(second_slope, first_slope);
+    _mm512_storeu_si512(pairs + i, _mm512_permutexvar_epi16(mixed, both));
+    _mm512_storeu_si512(slope_pairs + i, _mm512_permutexvar_epi16(mixed, slopes));
+    _mm256_storeu_si256((__m256i*)(one.slopes + i), _mm512_castsi512_si256(slopes));
+    if (two) _mm256_storeu_si256((__m256i*)(other.slopes + i), _mm512_extracti64x4_epi64(slopes, 1));
+  }
+  std::fill(pairs + columns, pairs + written, 0u);
+  std::fill(slope_pairs + columns, slope_pairs + written, 0u);
+}
+
+inline float dot(const bf16* x, const bf16* y, i64 count) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (i64 i = 0; i < count; ++i) sum += wide(x[i]) * wide(y[i]);
+  return sum;
+}
+
+// How many queries a product has at once, and what its sums over keys are a multiple of.
+struct Steps {
+  i64 rows = 12, keys = 2;
+#ifdef TILES
+  Steps() {
+    if (has_tiles()) rows = keys = 32;
+  }
+#endif
 };
 
-// MR rows by 16 * C columns: sums over `pairs` of A (rows of pairs of bf16) times B (pairs, packed by column).
-template <int MR, int C>
-inline void multiply(const u32* a, i64 a_stride, const u32* b, i64 b_stride, i64 pairs, Tile out) {
-  __m512 sums[MR][C];
-  for (int r = 0; r < MR; ++r)
-    for (int c = 0; c < C; ++c)
-      sums[r][c] = out.adds ? _mm512_loadu_ps(out.at + r * out.stride + 16 * c) : _mm512_setzero_ps();
-  for (i64 p = 0; p < pairs; ++p) {
-    __m512bh columns[C];
-    for (int c = 0; c < C; ++c) columns[c] = (__m512bh)_mm512_loadu_si512(b + p * b_stride + 16 * c);
-    for (int r = 0; r < MR; ++r) {
-      __m512bh both = (__m512bh)_mm512_set1_epi32(int(a[r * a_stride + p]));
-      for (int c = 0; c < C; ++c) sums[r][c] = _mm512_dpbf16_ps(sums[r][c], both, columns[c]);
-    }
-  }
-  for (int r = 0; r < MR; ++r)
-    for (int c = 0; c < C; ++c) _mm512_storeu_ps(out.at + r * out.stride + 16 * c, sums[r][c]);
-}
-
-template <int C>
-inline void multiply_rows(i64 rows, const u32* a, i64 a_stride, const u32* b, i64 b_stride, i64 pairs, Tile out) {
-  for (; rows >= 6; rows -= 6, a += 6 * a_stride, out.at += 6 * out.stride)
-    multiply<6, C>(a, a_stride, b, b_stride, pairs, out);
-  if (rows >= 4) {
-    multiply<4, C>(a, a_stride, b, b_stride, pairs, out);
-    rows -= 4, a += 4 * a_stride, out.at += 4 * out.stride;
-  }
-  if (rows >= 2) {
-    multiply<2, C>(a, a_stride, b, b_stride, pairs, out);
-    rows -= 2, a += 2 * a_stride, out.at += 2 * out.stride;
-  }
-  if (rows) multiply<1, C>(a, a_stride, b, b_stride, pairs, out);
-}
-
-#ifdef TILES
-// The same in AMX's tiles, where rows and columns come in 16s or 32s and pairs in 16s: C tiles of R x K.
-template <int R, int K>
-inline void multiply_tiles(const u32* a, i64 a_stride, const u32* b, i64 b_stride, i64 pairs, Tile out) {
-  i64 a_bytes = 4 * a_stride, b_bytes = 4 * b_stride, out_bytes = 4 * out.stride;
-  float* below = out.at + 16 * out.stride;
-  if (out.adds) {
-    _tile_loadd(0, out.at, out_bytes);
-    if (K > 1) _tile_loadd(1, out.at + 16, out_bytes);
-    if (R > 1) _tile_loadd(2, below, out_bytes);
-    if (R > 1 && K > 1) _tile_loadd(3, below + 16, out_bytes);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (i64 p = 0; p < pairs; p += 16) {
-    _tile_loadd(6, b + p * b_stride, b_bytes);
-    _tile_loadd(4, a + p, a_bytes);
-    _tile_dpbf16ps(0, 4, 6);
-    if (R > 1) {
-      _tile_loadd(5, a + 16 * a_stride + p, a_bytes);
-      _tile_dpbf16ps(2, 5, 6);
-    }
-    if (K > 1) {
-      _tile_loadd(7, b + p * b_stride + 16, b_bytes);
-      _tile_dpbf16ps(1, 4, 7);
-      if (R > 1) _tile_dpbf16ps(3, 5, 7);
-    }
-  }
-  _tile_stored(0, out.at, out_bytes);
-  if (K > 1) _tile_stored(1, out.at + 16, out_bytes);
-  if (R > 1) _tile_stored(2, below, out_bytes);
-  if (R > 1 && K > 1) _tile_stored(3, below + 16, out_bytes);
-}
-
-template <int R>
-inline void multiply_bands(i64 columns, const u32* a, i64 a_stride, const u32* b, i64 b_stride, i64 pairs, Tile out) {
-  i64 at = 0;
-  for (; at + 32 <= columns; at += 32)
-    multiply_tiles<R, 2>(a, a_stride, b + at, b_stride, pairs, {out.at + at, out.stride, out.adds});
-  if (at < columns) multiply_tiles<R, 1>(a, a_stride, b + at, b_stride, pairs, {out.at + at, out.stride, out.adds});
-}
-#endif
-
-// rows x columns (a multiple of 16).
-void product(i64 rows, i64 columns, i64 pairs, const u32* a, i64 a_stride, const u32* b, i64 b_stride, Tile out) {
-#ifdef TILES
-  if (has_tiles() && pairs % 16 == 0) {  // what is left are rows of no whole tile
-    for (; rows >= 32; rows -= 32, a += 32 * a_stride, out.at += 32 * out.stride)
-      multiply_bands<2>(columns, a, a_stride, b, b_stride, pairs, out);
-    for (; rows >= 16; rows -= 16, a += 16 * a_stride, out.at += 16 * out.stride)
-      multiply_bands<1>(columns, a, a_stride, b, b_stride, pairs, out);
-  }
-#endif
-  i64 at = 0;
-  for (; at + 64 <= columns; at += 64)
-    multiply_rows<4>(rows, a, a_stride, b + at, b_stride, pairs, {out.at + at, out.stride, out.adds});
-  if (at + 32 <= columns) {
-    multiply_rows<2>(rows, a, a_stride, b + at, b_stride, pairs, {out.at + at, out.stride, out.adds});
-    at += 32;
-  }
-  if (at < columns) multiply_rows<1>(rows, a, a_stride, b + at, b_stride, pairs, {out.at + at, out.stride, out.adds});
-}
-
-inline u32 pair(bf16 first, bf16 second) { return u32(first) | u32(second) << 16; }
-
-// Two rows of fp32 as pairs of bf16, column by column.
-inline void pack_two(const float* first, const float* second, u32* out, i64 count) {
-#pragma omp simd
-  for (i64 i = 0; i < count; ++i) out[i] = (rounded(first[i]) >> 16) | (rounded(second[i]) & 0xffff0000u);
-}
-
-inline void narrow_row(const float* from, bf16* to, i64 count) {
-#pragma omp simd
-  for (i64 i = 0; i < count; ++i) to[i] = narrow(from[i]);
-}
-
-// Of a (rows, dim) matrix whose rows lie `stride` apart: pairs along dim, column = row (for products that sum over dim).
-void pack_across(const bf16* x, i64 rows, i64 dim, i64 stride, u32* out, i64 out_stride) {
-  for (i64 row = 0; row < rows; ++row)
-    for (i64 p = 0; p < dim / 2; ++p) {
-      u32 both;
-      std::memcpy(&both, x + row * stride + 2 * p, 4);
-      out[p * out_stride + row] = both;
-    }
-  for (i64 p = 0; p < dim / 2; ++p) std::fill(out + p * out_stride + rows, out + (p + 1) * out_stride, 0u);
-}
-
-// Pairs of rows, column = dim (for products that sum over rows). `rows_up`: an even count, zeros behind the rows.
-void pack_down(const bf16* x, i64 rows, i64 rows_up, i64 dim, i64 stride, u32* out) {
-  for (i64 p = 0; p < rows_up / 2; ++p)
-    for (i64 i = 0; i < dim; ++i)
-      out[p * dim + i] = pair(2 * p < rows ? x[2 * p * stride + i] : 0, 2 * p + 1 < rows ? x[(2 * p + 1) * stride + i] : 0);
-}
-
-// (dim) rows of pairs of the matrix's rows: its transpose as the left side of a product.
-void transpose_pairs(const bf16* x, i64 rows, i64 rows_up, i64 dim, i64 stride, u32* out) {
-  for (i64 i = 0; i < dim; ++i)
-    for (i64 p = 0; p < rows_up / 2; ++p)
-      out[i * (rows_up / 2) + p] =
-          pair(2 * p < rows ? x[2 * p * stride + i] : 0, 2 * p + 1 < rows ? x[(2 * p + 1) * stride + i] : 0);
-}
-
-#ifdef TILES
-constexpr i64 QUERIES = 64;  // at once: pairs of them fill tiles too
-#else
-constexpr i64 QUERIES = 48;  // at once: a multiple of the tile's rows
-#endif
+constexpr i64 QUERIES = 96;  // whose weights wait for the products that sum over queries
 
 void attend_forward(const Attention<bf16>& a, Document here, i64 group, bf16* out, float* sums) {
   [[maybe_unused]] TilesOn tiles;
-  i64 dim = a.dim, many = a.heads / a.groups, count = here.keys, keys_up = up(count, 64);
+  const Steps steps;
+  i64 dim = a.dim, many = a.heads / a.groups, count = here.keys, keys_up = up(count, 32);
   i64 start = here.first_key, asking = here.first_query, before = here.before();
   std::vector<u32> keys(dim / 2 * keys_up), values(keys_up / 2 * dim);
   pack_across(a.key + start * a.key_stride + group * dim, count, dim, a.key_stride, keys.data(), keys_up);
   pack_down(a.value + start * a.value_stride + group * dim, count, keys_up, dim, a.value_stride, values.data());
-  std::vector<float> scores(QUERIES * keys_up), answers(QUERIES * dim);
-  std::vector<bf16> weights(QUERIES * keys_up);
+  std::vector<float> scores(steps.rows * keys_up), answers(steps.rows * dim), shares(steps.rows);
+  std::vector<bf16> weights(steps.rows * keys_up);
   for (i64 head = group * many; head < (group + 1) * many; ++head)
-    for (i64 first = 0; first < here.queries; first += QUERIES) {
-      i64 rows = std::min(QUERIES, here.queries - first), columns = up(before + first + rows, 64);
+    for (i64 first = 0; first < here.queries; first += steps.rows) {
+      i64 rows = std::min(steps.rows, here.queries - first), seen = before + first + rows, columns = up(seen, 32);
       const bf16* query = a.query + (asking + first) * a.query_stride + head * dim;
       product(rows, columns, dim / 2, (const u32*)query, a.query_stride / 2, keys.data(), keys_up,
               {scores.data(), keys_up, false});
-      for (i64 row = 0; row < rows; ++row) {
-        float* one = scores.data() + row * keys_up;
-        sums[head * a.tokens + asking + first + row] = soften(one, before + first + row + 1, columns, a.scale);
-        narrow_row(one, weights.data() + row * keys_up, columns);
-      }
-      product(rows, dim, columns / 2, (const u32*)weights.data(), keys_up / 2, values.data(), dim,
+      for (i64 row = 0; row < rows; ++row)
+        sums[head * a.tokens + asking + first + row] = soften(scores.data() + row * keys_up, weights.data() + row * keys_up,
+                                                              before + first + row + 1, columns, a.scale, &shares[row]);
+      product(rows, dim, up(seen, steps.keys) / 2, (const u32*)weights.data(), keys_up / 2, values.data(), dim,
               {answers.data(), dim, false});
       for (i64 row = 0; row < rows; ++row)
-        narrow_row(answers.data() + row * dim, out + ((asking + first + row) * a.heads + head) * dim, dim);
+        narrow_row(answers.data() + row * dim, shares[row], out + ((asking + first + row) * a.heads + head) * dim, dim);
     }
 }
 
-void attend_backward(const Attention<bf16>& a, Document here, i64 group, const bf16* out, const bf16* grad,
-                     const float* sums, Slopes<bf16> slopes) {
-  [[maybe_unused]] TilesOn tiles;
-  i64 dim = a.dim, many = a.heads / a.groups, count = here.keys, keys_up = up(count, 64), out_stride = a.heads * dim;
-  i64 start = here.first_key, asking = here.first_query, before = here.before();
-  std::vector<u32> keys(dim / 2 * keys_up), values(dim / 2 * keys_up), keys_down(keys_up / 2 * dim);
-  const bf16 *key = a.key + start * a.key_stride + group * dim, *value = a.value + start * a.value_stride + group * dim;
-  pack_across(key, count, dim, a.key_stride, keys.data(), keys_up);
-  pack_across(value, count, dim, a.value_stride, values.data(), keys_up);
-  pack_down(key, count, keys_up, dim, a.key_stride, keys_down.data());
-  std::vector<float> weights(QUERIES * keys_up), inner(QUERIES * keys_up), answers(QUERIES * dim);
-  std::vector<bf16> slope_rows(QUERIES * keys_up);
-  std::vector<u32> pairs(QUERIES / 2 * keys_up), slope_pairs(QUERIES / 2 * keys_up), turned(dim * QUERIES / 2);
-  std::vector<float> key_sums(dim * keys_up, 0.0f), value_sums(dim * keys_up, 0.0f);  // (dim, keys)
-  for (i64 head = group * many; head < (group + 1) * many; ++head)
-    for (i64 first = 0; first < here.queries; first += QUERIES) {
-      i64 rows = std::min(QUERIES, here.queries - first), columns = up(before + first + rows, 64), rows_up = up(rows, 2);
-      const bf16* query = a.query + (asking + first) * a.query_stride + head * dim;
-      i64 place = (asking + first) * out_stride + head * dim;
-      product(rows, columns, dim / 2, (const u32*)query, a.query_stride / 2, keys.data(), keys_up,
-              {weights.data(), keys_up, false});
-      product(rows, columns, dim / 2, (const u32*)(grad + place), out_stride / 2, values.data(), keys_up,
-              {inner.data(), keys_up, false});
-      if (rows_up > rows) {
-        std::fill(weights.data() + rows * keys_up, weights.data() + rows_up * keys_up, 0.0f);
-        std::fill(inner.data() + rows * keys_up, inner.data() + rows_up * keys_up, 0.0f);
-      }
-      for (i64 row = 0; row < rows; ++row) {
-        float *w = weights.data() + row * keys_up, *d = inner.data() + row * keys_up;
-        const bf16 *o = out + place + row * out_stride, *g = grad + place + row * out_stride;
-        float log_sum = sums[head * a.tokens + asking + first + row], delta = 0;
-#pragma omp simd reduction(+ : delta)
-        for (i64 i = 0; i < dim; ++i) delta += wide(o[i]) * wide(g[i]);
-        soften_back(w, d, before + first + row + 1, columns, a.scale, log_sum, delta);
-        narrow_row(d, slope_rows.data() + row * keys_up, columns);
-      }
-      for (i64 p = 0; p < rows_up / 2; ++p) {
-        pack_two(weights.data() + 2 * p * keys_up, weights.data() + (2 * p + 1) * keys_up, pairs.data() + p * keys_up, columns);
-        pack_two(inner.data() + 2 * p * keys_up, inner.data() + (2 * p + 1) * keys_up, slope_pairs.data() + p * keys_up, columns);
-      }
-      product(rows, dim, columns / 2, (const u32*)slope_rows.data(), keys_up / 2, keys_down.data(), dim,
-              {answers.data(), dim, false});
-      for (i64 row = 0; row < rows; ++row)
-        narrow_row(answers.data() + row * dim, slopes.query + place + row * out_stride, dim);
-      transpose_pairs(grad + place, rows, rows_up, dim, out_stride, turned.data());
-      product(dim, columns, rows_up / 2, turned.data(), rows_up / 2, pairs.data(), keys_up, {value_sums.data(), keys_up, true});
-      transpose_pairs(query, rows, rows_up, dim, a.query_stride, turned.data());
-      product(dim, columns, rows_up / 2, turned.data(), rows_up / 2, slope_pairs.data(), keys_up, {key_sums.data(), keys_up, true});
+// The backward pass of one document's heads of one group.
+struct Backward {
+  const Attention<bf16>& a;
+  Document here;
+  i64 group;
+  const bf16 *out, *grad;
+  const float* logs;
+  Slopes<bf16> slopes;
+  const Steps steps = {};
+  i64 dim = a.dim, keys_up = up(here.keys, 32), out_stride = a.heads * dim;
+  std::vector<u32> keys = std::vector<u32>(dim / 2 * keys_up), values = keys, keys_down = keys;
+  std::vector<float> scores = std::vector<float>(steps.rows * keys_up), inner = scores;
+  std::vector<float> answers = std::vector<float>(steps.rows * dim);
+  std::vector<bf16> slope_rows = std::vector<bf16>(steps.rows * keys_up);
+  std::vector<u32> weight_pairs = std::vector<u32>(QUERIES / 2 * keys_up), slope_pairs = weight_pairs;  // (queries, keys)
+  std::vector<u32> down = std::vector<u32>(QUERIES / 2 * dim), turned = down;
+  std::vector<float> key_sums = std::vector<float>(dim * keys_up), value_sums = key_sums;  // (dim, keys)
+
+  void run() {
+    const bf16* key = a.key + here.first_key * a.key_stride + group * dim;
+    pack_across(key, here.keys, dim, a.key_stride, keys.data(), keys_up);
+    const bf16* value = a.value + here.first_key * a.value_stride + group * dim;
+    pack_across(value, here.keys, dim, a.value_stride, values.data(), keys_up);
+    pack_down(key, here.keys, keys_up, dim, a.key_stride, keys_down.data());
+    i64 many = a.heads / a.groups;
+    for (i64 head = group * many; head < (group + 1) * many; ++head)
+      for (i64 first = 0; first < here.queries; first += QUERIES) add_block(head, first);
+    put_turned(key_sums, slopes.key);
+    put_turned(value_sums, slopes.value);
+  }
+
+  void add_block(i64 head, i64 first) {
+    i64 rows = std::min(QUERIES, here.queries - first), rows_up = up(rows, steps.keys), before = here.before() + first;
+    for (i64 at = 0; at < rows; at += steps.rows)
+      weigh(head, first + at, std::min(steps.rows, rows - at), up(before + rows, 32), at / 2 * keys_up);
+    for (i64 pair = up(rows, 2) / 2; pair < rows_up / 2; ++pair)
+      for (auto* pairs : {&weight_pairs, &slope_pairs})
+        std::fill_n(pairs->begin() + pair * keys_up, up(before + rows, 32), 0u);
+    i64 token = here.first_query + first;
+    add_products(grad + token * out_stride + head * dim, out_stride, rows, before, weight_pairs, value_sums);
+    add_products(a.query + token * a.query_stride + head * dim, a.query_stride, rows, before, slope_pairs, key_sums);
+  }
+
+  // Weights and slopes of some queries, into the block's pairs behind `pair`, and the queries' own gradients.
+  void weigh(i64 head, i64 first, i64 rows, i64 written, i64 pair) {
+    i64 token = here.first_query + first, place = token * out_stride + head * dim;
+    i64 seen = here.before() + first + rows, columns = up(seen, 32);
+    const bf16 *o = out + place, *g = grad + place, *query = a.query + token * a.query_stride + head * dim;
+    product(rows, columns, dim / 2, (const u32*)query, a.query_stride / 2, keys.data(), keys_up,
+            {scores.data(), keys_up, false});
+    product(rows, columns, dim / 2, (const u32*)g, out_stride / 2, values.data(), keys_up, {inner.data(), keys_up, false});
+    auto row = [&](i64 at) -> Row {
+      return {scores.data() + at * keys_up, inner.data() + at * keys_up, logs[head * a.tokens + token + at],
+              dot(o + at * out_stride, g + at * out_stride, dim), slope_rows.data() + at * keys_up};
+    };
+    for (i64 at = 0; at < rows; at += 2, pair += keys_up) {
+      bool two = at + 1 < rows;
+      soften_back(row(at), two ? row(at + 1) : Row{}, two, seen - rows + at + 1, columns, written, a.scale,
+                  weight_pairs.data() + pair, slope_pairs.data() + pair);
     }
-  for (i64 row = 0; row < count; ++row) {
-    i64 place = ((start + row) * a.groups + group) * dim;
-    for (i64 i = 0; i < dim; ++i) {
-      slopes.key[place + i] = narrow(key_sums[i * keys_up + row]);
-      slopes.value[place + i] = narrow(value_sums[i * keys_up + row]);
+    product(rows, dim, up(seen, steps.keys) / 2, (const u32*)slope_rows.data(), keys_up / 2, keys_down.data(), dim,
+            {answers.data(), dim, false});
+    for (i64 at = 0; at < rows; ++at)
+      narrow_row(answers.data() + at * dim, 1.0f, slopes.query + place + at * out_stride, dim);
+  }
+
+  // Sums (dim, keys) += x (a block's queries, dim), turned, times pairs of them; the first sees `before` keys and itself.
+  void add_products(const bf16* x, i64 stride, i64 rows, i64 before, const std::vector<u32>& pairs,
+                    std::vector<float>& sums) {
+    i64 rows_up = up(rows, steps.keys), columns = up(before + rows, 32);
+    pack_down(x, rows, rows_up, dim, stride, down.data());
+    turn(down.data(), rows_up / 2, dim, dim, turned.data(), QUERIES / 2);
+    for (i64 at = 0; at < columns; at += 64) {
+      i64 first = std::max<i64>(0, at - before) / steps.keys * steps.keys / 2;  // pairs of queries before it see no such key
+      product(dim, std::min<i64>(64, columns - at), rows_up / 2 - first, turned.data() + first, QUERIES / 2,
+              pairs.data() + first * keys_up + at, keys_up, {sums.data() + at, keys_up, true});
     }
   }
-}
+
+  void put_turned(const std::vector<float>& sums, bf16* to) {
+    std::vector<float> rows(dim * keys_up);
+    turn((const u32*)sums.data(), dim, here.keys, keys_up, (u32*)rows.data(), dim);
+    for (i64 at = 0; at < here.keys; ++at)
+      narrow_row(rows.data() + at * dim, 1.0f, to + ((here.first_key + at) * a.groups + group) * dim, dim);
+  }
+};
 
 }  // namespace
 
@@ -309,7 +241,8 @@ void duoka_attention_backward(const bf16* query, const bf16* key, const bf16* va
                               int threads) {
   Attention<bf16> a{query, key, value, query_stride, key_stride, value_stride, heads, groups, dim, tokens, scale};
   each_document(query_edges, key_edges, documents, groups, threads, [&](Document here, i64 group) {
-    attend_backward(a, here, group, out, grad, sums, {query_grad, key_grad, value_grad});
+    [[maybe_unused]] TilesOn tiles;
+    Backward{a, here, group, out, grad, sums, {query_grad, key_grad, value_grad}}.run();
   });
 }
 

@@ -27,7 +27,8 @@ from duoka.plan.hardware import count_usable_cores
 from duoka.runs.cache import cache_folder, hold_lock
 
 _FILES = (
-    "native.h", "attention.h", "native.cpp", "attention.cpp", "attention_wide.cpp", "decode.cpp", "adamw.cpp"
+    "native.h", "attention.h", "narrow_products.h", "native.cpp", "attention.cpp", "attention_wide.cpp", "decode.cpp",
+    "adamw.cpp",
 )  # fmt: skip
 SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp",
