@@ -4,8 +4,6 @@
 
 #include "native.h"
 
-inline i64 up(i64 x, i64 to) { return (x + to - 1) / to * to; }
-
 template <class T>
 struct Attention {
   const T *query, *key, *value;  // (tokens, heads or groups, dim), tokens `*_stride` apart

@@ -13,6 +13,8 @@ using u64 = std::uint64_t;
 using u32 = std::uint32_t;
 using bf16 = std::uint16_t;
 
+inline i64 up(i64 x, i64 to) { return (x + to - 1) / to * to; }
+
 inline float wide(bf16 x) {
   u32 bits = u32(x) << 16;
   float y;
