@@ -54,6 +54,7 @@ __all__ = [
     "innermost",
     "like_sharded",
     "living_bytes",
+    "onednn_product",
     "plain_call",
     "read_number",
     "running_node",
@@ -77,6 +78,17 @@ def running_node() -> str:
     """Of a backward pass, the function whose gradients are being computed, or added to those of others."""
     node = torch._C._current_autograd_node()
     return "" if node is None else str(node.name())
+
+
+def _find_onednn_product() -> Callable[..., torch.Tensor] | None:
+    try:
+        linear = torch.ops.mkldnn._linear_pointwise.default
+    except AttributeError:  # a torch without oneDNN
+        return None
+    return lambda x, weight, bias: linear(x, weight, bias, "none", [], "")
+
+
+onednn_product = _find_onednn_product()  # of rows, (outputs, inputs) and a bias or None, in fp32
 
 
 def side_thread(name: str, device: torch.device) -> ThreadPoolExecutor:

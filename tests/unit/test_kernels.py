@@ -60,6 +60,22 @@ def test_a_cpu_without_its_kernels_says_so_in_words_that_read() -> None:
     assert kernel_sentences(chosen)[1].startswith(f"attention: not {NARROW}, because selective recompute keeps")
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("mkl_is_slow", [True, False])
+def test_products_are_named_where_they_are_not_torchs_own(
+    precision: str, mkl_is_slow: bool, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = config(train={"precision": precision})
+    plan = make_plan(asked, demo_shape(), Machine(2, 2**34, 2**34, mkl_is_slow=mkl_is_slow), 1)
+    monkeypatch.setattr("duoka.model.kernels.use_onednn", lambda: mkl_is_slow)
+    model = LossModel(load_model(ModelRequest(tiny_model, dtype=torch.float32)))
+    seen = look(model, asked, Layout(precision=precision), torch.device("cpu"))
+    for chosen in (plan.kernels, choose_kernels(seen)):
+        named = {one.part: one.by for one in chosen}
+        assert ("products" in named) == (mkl_is_slow and precision == "fp32")
+        assert "oneDNN" in named.get("products", "oneDNN")
+
+
 @pytest.mark.parametrize(
     ("changes", "part", "name", "reason"),
     [

@@ -19,6 +19,7 @@ import torch
 from duoka.model import native
 from duoka.model.attention import attend
 from duoka.model.documents import Documents
+from duoka.model.onednn_products import use_onednn
 from duoka.model.wide_products import widen_products
 from duoka.optim.disk_file import DiskFile, Slot
 from duoka.plan.flops import ATTENTION_BACKWARD
@@ -56,7 +57,8 @@ class HardwareBench:
 def measure_device(device: torch.device, limit_s: float = 20.0, say: Callable[[str], None] = print) -> HardwareBench:
     """Sweep sizes upwards; a type whose products would take longer than the limit is left at the size before."""
     if device.type == "cpu":
-        widen_products()  # as in training
+        use_onednn()  # as in training
+        widen_products()
     products: list[Product] = []
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         began = time.perf_counter()

@@ -8,18 +8,16 @@ the sum once. All of a process computes so from then on: layers, their backward 
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from duoka.model.replaced import Kernel, kernel_of, replace_kernel
 from duoka.plan.hardware import has_cpu_bf16
 
 _PIECE = 1 << 22  # fp32 numbers that are there at once beside the matrices themselves: 16 MiB
 _ROWS, _NUMBERS = 4, 1 << 16  # from which on it pays
-_REPLACED: list[torch.library.Library] = []  # a kernel lives as long as its library
-_Kernel = Callable[..., Any]
 
 
 @functools.cache
@@ -27,39 +25,19 @@ def widen_products() -> bool:
     """Whether they are widened from now on: not where the CPU multiplies them itself."""
     if has_cpu_bf16():
         return False
-    with warnings.catch_warnings():
-        # torch warns of any kernel that takes another's place.
-        warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
-        for name, widened in _PRODUCTS.items():
-            kernel, into = _kernel(name), _kernel(f"{name}.out")
-            _replace(name, kernel, _gains, functools.partial(widened, kernel))
-            _replace(f"{name}.out", into, _gains, functools.partial(_put, functools.partial(widened, kernel)))
-        for name, widened in _ATTENTION.items():
-            kernel = _kernel(name)
-            _replace(name, kernel, _is_narrow, functools.partial(widened, kernel))
+    for name, widened in _PRODUCTS.items():
+        by_pieces = functools.partial(widened, kernel_of(name))
+        replace_kernel(name, _gains, by_pieces)
+        replace_kernel(f"{name}.out", _gains, functools.partial(_put, by_pieces))
+    for name, widened in _ATTENTION.items():
+        replace_kernel(name, _is_narrow, functools.partial(widened, kernel_of(name)))
     return True
-
-
-def _kernel(name: str) -> _Kernel:
-    found: _Kernel = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
-    return found
-
-
-def _replace(name: str, kernel: _Kernel, gains: Callable[..., bool], widened: _Kernel) -> None:
-    """torch's kernel of this name, for tensors on CPUs: as it was, but where that `gains`."""
-
-    def compute(keys: Any, *inputs: Any, **named: Any) -> Any:
-        return (widened if gains(*inputs) else kernel)(keys, *inputs, **named)
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl(name, compute, "CPU", with_keyset=True)
-    _REPLACED.append(library)
 
 
 # --- products ---
 
 
-def _gains(*inputs: torch.Tensor) -> bool:
+def _gains(*inputs: torch.Tensor, **_: Any) -> bool:
     """Of few rows torch's own way reads the matrix once, as it is; of few numbers anything is quick."""
     a, b = inputs[-2:]
     if b.dtype is not torch.bfloat16:
@@ -68,7 +46,7 @@ def _gains(*inputs: torch.Tensor) -> bool:
     return min(rows, columns) >= _ROWS and rows * inner * columns >= _NUMBERS
 
 
-def _multiply(kernel: _Kernel, keys: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _multiply(kernel: Kernel, keys: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     out = a.new_empty((*a.shape[:-1], b.shape[-1]))
     for part_a, part_b, part in _pieces(a, b, out):
         part.copy_(kernel(keys, part_a.float(), part_b.float()))
@@ -76,7 +54,7 @@ def _multiply(kernel: _Kernel, keys: Any, a: torch.Tensor, b: torch.Tensor) -> t
 
 
 def _add(
-    kernel: _Kernel, keys: Any, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **factors: float
+    kernel: Kernel, keys: Any, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **factors: float
 ) -> torch.Tensor:
     out = a.new_empty((*a.shape[:-1], b.shape[-1]))
     for part_a, part_b, part_bias, part in _pieces(a, b, bias.expand(out.shape), out):
@@ -84,7 +62,7 @@ def _add(
     return out
 
 
-def _put(widened: _Kernel, keys: Any, *inputs: torch.Tensor, out: torch.Tensor, **factors: float) -> torch.Tensor:
+def _put(widened: Kernel, keys: Any, *inputs: torch.Tensor, out: torch.Tensor, **factors: float) -> torch.Tensor:
     answer = widened(keys, *inputs, **factors)
     return out.resize_(answer.shape).copy_(answer)
 
@@ -107,28 +85,28 @@ def _pieces(a: torch.Tensor, b: torch.Tensor, *like_out: torch.Tensor) -> Iterat
 # --- attention ---
 
 
-def _is_narrow(query: torch.Tensor, *_: Any) -> bool:
+def _is_narrow(query: torch.Tensor, *_: Any, **named: Any) -> bool:
     return query.dtype is torch.bfloat16
 
 
-def _attend(kernel: _Kernel, keys: Any, *inputs: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(kernel: Kernel, keys: Any, *inputs: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
     out, sums = _wide(kernel, keys, *inputs, **named)
     return out.bfloat16(), sums
 
 
-def _attend_back(kernel: _Kernel, keys: Any, *inputs: Any, **named: Any) -> tuple[torch.Tensor, ...]:
+def _attend_back(kernel: Kernel, keys: Any, *inputs: Any, **named: Any) -> tuple[torch.Tensor, ...]:
     return tuple(slope.bfloat16() for slope in _wide(kernel, keys, *inputs, **named))
 
 
-def _wide(kernel: _Kernel, keys: Any, *inputs: Any, **named: Any) -> Any:
+def _wide(kernel: Kernel, keys: Any, *inputs: Any, **named: Any) -> Any:
     widened = [one.float() if isinstance(one, torch.Tensor) else one for one in inputs]
     return kernel(
         keys, *widened, **{name: one.float() if isinstance(one, torch.Tensor) else one for name, one in named.items()}
     )
 
 
-_PRODUCTS: Mapping[str, _Kernel] = {"mm": _multiply, "bmm": _multiply, "addmm": _add, "baddbmm": _add}
-_ATTENTION: Mapping[str, _Kernel] = {
+_PRODUCTS: Mapping[str, Kernel] = {"mm": _multiply, "bmm": _multiply, "addmm": _add, "baddbmm": _add}
+_ATTENTION: Mapping[str, Kernel] = {
     "_scaled_dot_product_flash_attention_for_cpu": _attend,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attend_back,
 }

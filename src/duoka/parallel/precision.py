@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from duoka.model.dtypes import BY_PRECISION
+from duoka.model.onednn_products import use_onednn
 from duoka.model.wide_products import widen_products
 from duoka.torch_private import found_inf
 
@@ -16,6 +17,8 @@ HALF = {name: BY_PRECISION[name] for name in ("bf16", "fp16", "fp8")}
 
 
 def _prepare(precision: str, device: torch.device) -> None:
+    if device.type == "cpu" and precision == "fp32":
+        use_onednn()
     if device.type == "cpu" and HALF.get(precision) is torch.bfloat16:
         widen_products()
 

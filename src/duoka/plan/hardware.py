@@ -23,7 +23,8 @@ from duoka.plan.heap import has_allocator
 _CPU_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 # Where oneDNN, torch's library of products, is told the highest that it may use: the first of these that is set.
 _HIGHEST = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-_BELOW_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
+_BELOW_AVX512 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2")
+_BELOW_BF16 = (*_BELOW_AVX512, "AVX512_CORE", "AVX512_CORE_VNNI")
 _AMPERE = 8.0  # 2020: bf16, and torch's FlashAttention
 _VOLTA = 7.0  # 2017: fp16 in tensor cores
 
@@ -55,6 +56,7 @@ class Machine:
     has_allocator: bool = True  # tcmalloc or jemalloc, for ranks on CPUs
     no_liger: str = ""  # why Liger's kernels are not there for GPUs
     no_triton: str = ""
+    mkl_is_slow: bool = False  # so that oneDNN multiplies fp32 matrices on CPUs
 
     def cores_used(self, num_local_ranks: int) -> int:
         """By all ranks together, when CPUs compute."""
@@ -138,7 +140,7 @@ def read_machine(env: Mapping[str, str] = os.environ) -> Machine:
         count_usable_cores(), total, available, cpu_name, cpu_bf16, gpus, notes, _bf16_hindrance(cpu_bf16, env),
         threads_per_rank=int(threads) if threads.isdigit() else 0, has_kernels=has_kernels(env),
         no_layers=why_no_layers(env), has_allocator=has_allocator(env), no_liger=why_no_liger(env),
-        no_triton=why_no_triton(),
+        no_triton=why_no_triton(), mkl_is_slow=mkl_is_slow(env=env),
     )  # fmt: skip
 
 
@@ -211,6 +213,13 @@ def has_cpu_bf16(env: Mapping[str, str] = os.environ) -> bool:
     """Whether torch multiplies bf16 matrices on this CPU by instructions for them."""
     _, cpu_bf16 = read_cpu()
     return bool(cpu_bf16) and not _bf16_hindrance(cpu_bf16, env)
+
+
+def mkl_is_slow(path: Path = Path("/proc/cpuinfo"), env: Mapping[str, str] = os.environ) -> bool:
+    """Whether torch's library of fp32 products leaves this CPU's widest instructions unused, and oneDNN uses them."""
+    is_amd = _read_cpuinfo(path).get("vendor_id") == "AuthenticAMD"
+    limit = next((env[name].upper() for name in _HIGHEST if env.get(name)), "")
+    return is_amd and "avx512f" in read_cpu_flags(path) and limit not in _BELOW_AVX512
 
 
 def read_cpu_flags(path: Path = Path("/proc/cpuinfo")) -> set[str]:

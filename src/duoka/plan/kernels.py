@@ -40,6 +40,7 @@ class Facts:
     own_logits: bool = False  # the loss is taken from logits that the model computes itself
     no_plain_loss: str = ""  # likelihood of the targets alone
     no_native: str = ""  # compiled kernels, on a CPU
+    by_onednn: bool = False  # fp32 products, on CPUs where MKL is the slower one
     shares: bool = False  # samples of a row may begin alike
     no_sharing: str = ""  # of what they begin with
     no_documents: str = ""  # attention over all documents of a packed row in one launch, on a GPU
@@ -147,6 +148,7 @@ TABLE: Mapping[str, tuple[Way, ...]] = {
         Way("torch, from the model's own logits", _when(lambda facts: facts.own_logits)),
         Way("torch, over chunks of logits", _when(lambda facts: True)),
     ),
+    "products": (Way("oneDNN: MKL leaves this processor's AVX-512 unused", _when(lambda facts: facts.by_onednn)),),
     "adapters": (
         Way("duoka", _has_one_sum),
         _COMPILED,
@@ -159,6 +161,7 @@ TABLE: Mapping[str, tuple[Way, ...]] = {
 }  # fmt: skip
 _IS_THERE: Mapping[str, Callable[[Facts], bool]] = {
     "prefixes": lambda facts: facts.shares,
+    "products": lambda facts: facts.by_onednn,
     "adapters": lambda facts: facts.adapters,
     "dropout": lambda facts: facts.drops,
 }
@@ -235,6 +238,7 @@ def expected(config: RunConfig, work: Work, layout: Layout, machine: Machine) ->
         drops=config.lora is not None and config.lora.dropout > 0,
         no_plain_loss=why_no_plain_loss(config) or (BENT if work.shape.bent_logits else ""),
         no_native="" if work.has_kernels else "no C++ compiler (duoka doctor)",
+        by_onednn=work.device == "cpu" and layout.precision == "fp32" and machine.mkl_is_slow,
         shares=layout.packing and may_share(config),
         no_sharing=why_no_sharing(config, layout),
         no_documents=wide

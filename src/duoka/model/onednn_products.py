@@ -1,0 +1,87 @@
+"""Products of fp32 matrices by oneDNN, on AMD's CPUs with AVX-512.
+
+torch multiplies fp32 by MKL, which uses no AVX-512 on other makers' processors: half of what they can
+(docs/decisions.md). Where oneDNN is the faster one, it takes the place of torch's kernels in this process.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from duoka.model.replaced import replace_kernel
+from duoka.plan.hardware import mkl_is_slow
+from duoka.torch_private import onednn_product
+
+_PIECE = 1 << 22  # fp32 numbers that are there at once beside the matrices themselves: 16 MiB
+_THIN = 64  # sides below are MKL's
+_LEAST = 1 << 26  # multiplications from which on it pays: oneDNN compiles for each shape, for almost a millisecond
+
+
+@functools.cache
+def use_onednn() -> bool:
+    """Whether it multiplies from now on."""
+    if onednn_product is None or not torch.backends.mkl.is_available() or not mkl_is_slow():
+        return False
+    replace_kernel("mm", _gains, _multiply)
+    replace_kernel("mm.out", _gains, _multiply_into)
+    replace_kernel("addmm", _gains_with_bias, _multiply_with_bias)
+    replace_kernel("addmm_", _gains_in_sum, _add_to)
+    return True
+
+
+def _gains(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> bool:
+    if any(one is not None and one.dtype is not torch.float32 for one in (a, b, out)):
+        return False
+    rows, inner, columns = *a.shape, b.shape[1]
+    return inner == b.shape[0] and min(rows, inner, columns) >= _THIN and rows * inner * columns >= _LEAST
+
+
+def _gains_with_bias(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> bool:
+    is_plain = beta == 1 and alpha == 1 and bias.dtype is torch.float32
+    return is_plain and bias.shape == b.shape[1:] and bias.is_contiguous() and _gains(a, b)
+
+
+def _gains_in_sum(sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> bool:
+    is_plain = beta == 1 and alpha == 1 and sums.dtype is torch.float32
+    return is_plain and sums.shape == (a.shape[0], b.shape[1]) and _gains(a, b)
+
+
+def _multiply(_: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.is_contiguous() or a.numel() <= _PIECE:
+        return _product(a, b)
+    return _put(a.new_empty(a.shape[0], b.shape[1]), a, b)
+
+
+def _multiply_into(_: Any, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    return _put(out.resize_(a.shape[0], b.shape[1]), a, b)
+
+
+def _put(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """By pieces: oneDNN copies what lies across, and makes its own answer."""
+    size = _rows_of_a_piece(a, b)
+    for part, whole in zip(a.split(size), out.split(size), strict=True):
+        whole.copy_(_product(part, b))
+    return out
+
+
+def _multiply_with_bias(_: Any, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **factors: Any) -> torch.Tensor:
+    return _product(a, b, bias)
+
+
+def _add_to(_: Any, sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **factors: Any) -> torch.Tensor:
+    size = _rows_of_a_piece(a, b)
+    for part, whole in zip(a.split(size), sums.split(size), strict=True):
+        whole.add_(_product(part, b))
+    return sums
+
+
+def _rows_of_a_piece(a: torch.Tensor, b: torch.Tensor) -> int:
+    return max(_THIN, _PIECE // max(a.shape[1], b.shape[1]))
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    assert onednn_product is not None
+    return onednn_product(a, b.t(), bias)

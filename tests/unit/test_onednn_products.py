@@ -1,0 +1,137 @@
+"""fp32 products by oneDNN in place of torch's MKL: the same numbers however matrices lie, and of large ones only."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from duoka.plan.hardware import mkl_is_slow
+from duoka.torch_private import onednn_product
+
+needs_onednn = pytest.mark.skipif(onednn_product is None, reason="this torch has no oneDNN")
+
+# In a process of its own: a kernel that takes another's place does so for all that comes after.
+SCRIPT = """
+import json, warnings
+import torch
+warnings.simplefilter("error")  # torch warns of kernels that take the place of others
+import duoka.model.onednn_products as ours
+
+ours.mkl_is_slow = torch.backends.mkl.is_available = lambda: True  # wherever this runs
+calls, product = [], ours.onednn_product
+ours.onednn_product = lambda a, weight, bias: (calls.append(a.shape), product(a, weight, bias))[1]
+generator = torch.Generator().manual_seed(1)
+
+def draw(*shape):
+    return torch.randn(shape, generator=generator)
+
+def off(found, exact):
+    assert found.dtype is torch.float32 and found.shape == exact.shape
+    return float((found.double() - exact).norm() / exact.norm().clamp_min(1e-30))
+
+a, b, c = draw(700, 300), draw(300, 500), draw(700, 500)
+long, words, tall = draw(1100, 70), draw(1100, 9000), draw(9000, 70)
+many, bias, sums = draw(70, 70_000).t(), draw(500), draw(700, 500)
+kept = [draw(8, 8) @ draw(8, 8), draw(4000, 8) @ draw(8, 4000), draw(0, 512) @ draw(512, 512)]
+assert ours.use_onednn() and ours.use_onednn()
+generator.manual_seed(1)
+draw(700, 300), draw(300, 500), draw(700, 500), draw(1100, 70), draw(1100, 9000), draw(9000, 70), draw(70, 70_000)
+draw(500), draw(700, 500)
+again = [draw(8, 8) @ draw(8, 8), draw(4000, 8) @ draw(8, 4000), draw(0, 512) @ draw(512, 512)]
+errors, counts = {}, {}
+
+def check(name, compute, exact):
+    calls.clear()
+    errors[name] = off(compute(), exact)
+    counts[name] = len(calls)
+
+d = torch.Tensor.double
+check("rows", lambda: a @ b, d(a) @ d(b))
+check("turned", lambda: c @ b.t(), d(c) @ d(b).t())
+check("of rows", lambda: a.t() @ c, d(a).t() @ d(c))
+check("in pieces", lambda: words.t() @ long, d(words).t() @ d(long))
+check("long, in pieces", lambda: many @ tall[:100].t(), d(many) @ d(tall[:100]).t())
+check("part of a matrix", lambda: a[:, 100:] @ b[100:, 7:], d(a[:, 100:]) @ d(b[100:, 7:]))
+check("into", lambda: torch.mm(words.t(), long, out=torch.empty(0)), d(words).t() @ d(long))
+check("into a part", lambda: torch.mm(a, b, out=torch.empty(900, 500)[50:750]), d(a) @ d(b))
+check("bias", lambda: torch.addmm(bias, a, b), d(bias) + d(a) @ d(b))
+check("times", lambda: torch.addmm(bias, a, b, beta=0.5), 0.5 * d(bias) + d(a) @ d(b))
+check("matrix added", lambda: torch.addmm(sums, a, b), d(sums) + d(a) @ d(b))
+check("sum", lambda: sums.clone().addmm_(a, b), d(sums) + d(a) @ d(b))
+check("sum of pieces", lambda: tall.clone().addmm_(words.t(), long), d(tall) + d(words).t() @ d(long))
+check("sum, times", lambda: sums.clone().addmm_(a, b, alpha=2), d(sums) + 2 * d(a) @ d(b))
+
+def gradients(dtype):
+    torch.manual_seed(2)
+    layer = torch.nn.Linear(300, 500).to(dtype)
+    x = torch.randn(2, 350, 300).to(dtype).requires_grad_(True)
+    layer(x).square().sum().backward()
+    return torch.cat([one.grad.flatten() for one in (x, layer.weight, layer.bias)])
+
+check("layer", lambda: gradients(torch.float32), gradients(torch.float64))
+refused = []
+for wrong in (lambda: torch.mm(draw(600, 600), draw(700, 600)), lambda: torch.mm(a, b, out=torch.empty(0).double())):
+    try:
+        wrong()
+    except RuntimeError as error:
+        refused.append(str(error))
+print(json.dumps({
+    "errors": errors, "counts": counts, "refused": refused,
+    "kept": all(torch.equal(x, y) for x, y in zip(kept, again, strict=True)),
+    "double": off((a.double() @ b.double()).float(), d(a) @ d(b)),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def told():
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+@needs_onednn
+def test_numbers_are_those_of_fp32_however_matrices_lie(told):
+    assert all(off < 1e-6 for off in told["errors"].values()), told["errors"]
+
+
+@needs_onednn
+def test_who_computes_what(told):
+    """Large products once, what lies across by pieces; thin, small and scaled ones stay torch's own, bit by bit."""
+    counts = told["counts"]
+    assert {name for name, count in counts.items() if not count} == {"times", "matrix added", "sum, times"}
+    once = {"rows", "turned", "of rows", "part of a matrix", "into a part", "bias", "sum"}
+    assert {name for name, count in counts.items() if count == 1} == once
+    assert counts["layer"] == 3
+    assert told["kept"] and told["double"] < 1e-7
+
+
+@needs_onednn
+def test_what_torch_refuses_is_refused_in_its_words(told):
+    assert "cannot be multiplied" in told["refused"][0] and "dtype" in told["refused"][1]
+
+
+@pytest.mark.parametrize(
+    "vendor, flags, limit, slow",
+    (
+        ("AuthenticAMD", "fma avx2 avx512f", "", True),
+        ("AuthenticAMD", "fma avx2 avx512f", "AVX512_CORE_BF16", True),
+        ("AuthenticAMD", "fma avx2 avx512f", "avx2", False),
+        ("AuthenticAMD", "fma avx2", "", False),
+        ("GenuineIntel", "fma avx2 avx512f", "", False),
+    ),
+)
+def test_where_mkl_is_slow(tmp_path, vendor, flags, limit, slow):
+    facts = tmp_path / "cpuinfo"
+    facts.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: {flags}\n\nprocessor\t: 1\n")
+    assert mkl_is_slow(facts, {"ONEDNN_MAX_CPU_ISA": limit}) == slow
+
+
+def test_elsewhere_no_kernel_is_replaced(monkeypatch):
+    import duoka.model.onednn_products as module
+
+    monkeypatch.setattr(module, "mkl_is_slow", lambda: False)
+    monkeypatch.setattr(torch.library, "Library", lambda *_: pytest.fail("a kernel is replaced"))
+    assert not module.use_onednn.__wrapped__()
