@@ -60,6 +60,8 @@ check("into", lambda: torch.mm(words.t(), long, out=torch.empty(0)), d(words).t(
 check("into a part", lambda: torch.mm(a, b, out=torch.empty(900, 500)[50:750]), d(a) @ d(b))
 check("bias", lambda: torch.addmm(bias, a, b), d(bias) + d(a) @ d(b))
 check("times", lambda: torch.addmm(bias, a, b, beta=0.5), 0.5 * d(bias) + d(a) @ d(b))
+check("times 0", lambda: torch.addmm(torch.full((500,), torch.nan), a, b, beta=0), d(a) @ d(b))
+check("matrix, times", lambda: torch.addmm(sums, a, b, beta=-3, alpha=2), -3 * d(sums) + 2 * d(a) @ d(b))
 check("matrix added", lambda: torch.addmm(sums, a, b), d(sums) + d(a) @ d(b))
 check("sum", lambda: sums.clone().addmm_(a, b), d(sums) + d(a) @ d(b))
 check("sum of pieces", lambda: tall.clone().addmm_(words.t(), long), d(tall) + d(words).t() @ d(long))
@@ -101,16 +103,11 @@ def test_numbers_are_those_of_fp32_however_matrices_lie(told):
 
 @needs_onednn
 def test_who_computes_what(told):
-    """Large products once, what lies across by pieces; thin, small and scaled ones stay torch's own, bit by bit."""
+    """Large products once, what lies across by pieces; thin and small ones, and scaled sums in place, are torch's own."""
     counts = told["counts"]
-    assert {name for name, count in counts.items() if not count} == {
-        "thin or small",
-        "times",
-        "matrix added",
-        "sum, times",
-    }
-    once = {"rows", "large", "turned", "of rows", "part of a matrix", "into a part", "bias", "sum"}
-    assert {name for name, count in counts.items() if count == 1} == once
+    assert {name for name, count in counts.items() if not count} == {"thin or small", "times 0", "sum, times"}
+    in_pieces = {"in pieces", "long, in pieces", "into", "sum of pieces"}
+    assert {name for name, count in counts.items() if count > 1} == {"layer", *in_pieces}
     assert counts["layer"] == 3
     assert told["kept"] and told["double"] < 1e-7
 

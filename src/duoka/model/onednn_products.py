@@ -27,7 +27,7 @@ def use_onednn() -> bool:
         return False
     replace_kernel("mm", _gains, _multiply)
     replace_kernel("mm.out", _gains, _multiply_into)
-    replace_kernel("addmm", _gains_with_bias, _multiply_with_bias)
+    replace_kernel("addmm", _gains_beside, _multiply_and_add)
     replace_kernel("addmm_", _gains_in_sum, _add_to)
     return True
 
@@ -39,9 +39,9 @@ def _gains(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None)
     return inner == b.shape[0] and min(rows, inner, columns) >= _THIN and rows * inner * columns >= _LEAST
 
 
-def _gains_with_bias(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> bool:
-    is_plain = beta == 1 and alpha == 1 and bias.dtype is torch.float32
-    return is_plain and bias.shape == b.shape[1:] and bias.is_contiguous() and _gains(a, b)
+def _gains_beside(other: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> bool:
+    fits = other.shape in (b.shape[1:], (a.shape[0], b.shape[1])) and other.dtype is torch.float32
+    return fits and beta != 0 and _gains(a, b)  # times 0, what is no number is to be gone
 
 
 def _gains_in_sum(sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> bool:
@@ -67,8 +67,13 @@ def _put(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _multiply_with_bias(_: Any, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **factors: Any) -> torch.Tensor:
-    return _product(a, b, bias)
+def _multiply_and_add(
+    _: Any, other: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    if beta == alpha == 1 and other.ndim == 1 and other.is_contiguous():
+        return _product(a, b, other)
+    out = _multiply(_, a, b)
+    return (out if alpha == 1 else out.mul_(alpha)).add_(other, alpha=beta)
 
 
 def _add_to(_: Any, sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **factors: Any) -> torch.Tensor:
