@@ -103,7 +103,7 @@ def test_numbers_are_those_of_fp32_however_matrices_lie(told):
 
 @needs_onednn
 def test_who_computes_what(told):
-    """Large products once, what lies across by pieces; thin and small ones, and scaled sums in place, are torch's own."""
+    """Large products once, what lies across by pieces; thin, small, and scaled in place: torch's own."""
     counts = told["counts"]
     assert {name for name, count in counts.items() if not count} == {"thin or small", "times 0", "sum, times"}
     in_pieces = {"in pieces", "long, in pieces", "into", "sum of pieces"}
