@@ -14,7 +14,7 @@ from duoka.config.schema import RunConfig
 from duoka.plan.activations import activation_bytes_per_token
 from duoka.plan.layout import Layout, parse_layout
 from duoka.plan.memory import estimate_memory
-from duoka.plan.moments import EMBEDDING
+from duoka.plan.moments import AHEAD, EMBEDDING, HEAD
 from duoka.plan.recipe import Work
 from duoka.plan.shape import shape_from_config
 from duoka.plan.traffic import traffic
@@ -136,6 +136,7 @@ EVERY_DAY = [
     *[("full", name, "full", 2) for name in ("single", "zero2x8", "fsdp8")],
     ("full", "single", "none", 1), ("full", "zero1x8", "full", 1), ("full", "fsdp8", "none", 2),
     ("full", "single.tp2", "none", 2), ("full", "single.pp2", "none", 4), ("lora", "fsdp8", "none", 2),
+    ("lora", "fsdp8", "full", 1),
 ]  # fmt: skip
 NIGHTLY = [
     *[("full", name, recompute, micro) for name in STRATEGIES for recompute in ("none", "full") for micro in (1, 2)],
@@ -176,6 +177,22 @@ def test_the_gradient_of_one_weight_at_both_ends_is_made_of_two(name, micro):
     assert memory.peak_moment == EMBEDDING
     planned = memory.peak_bytes - memory.parts["framework"]
     assert planned == pytest.approx(found.phases["backward"], rel=0.06), (memory.moments, found.phases)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("size", [1792, 7168])  # smaller than the head, and larger
+def test_the_next_is_gathered_while_a_layer_is_still_there(size, recompute):
+    """Where nothing learns that is as large: a layer, what came of it, and of the next."""
+    layout, facts = (
+        replace(parse_layout("fsdp8"), packing=False, recompute=recompute),
+        WIDE | {"intermediate_size": size},
+    )
+    work = Work(shape_from_config(facts), ADAPTED.lora, has_kernels=False)
+    memory = estimate_memory(work, layout, 64)
+    found = dry_run(ADAPTED, facts, layout, [64])
+    assert memory.peak_moment == (AHEAD if size > 1792 else HEAD)
+    planned = memory.peak_bytes - memory.parts["framework"]
+    assert planned == pytest.approx(found.phases["forward"], rel=0.03), (memory.moments, found.phases)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

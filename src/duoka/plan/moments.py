@@ -23,6 +23,8 @@ from duoka.plan.recompute import is_share, whole_layers
 from duoka.plan.trained_weights import trained_in_layers
 
 FORWARD = "start of the forward pass"  # where weights are gathered
+AHEAD = "forward pass of the last layers"
+HEAD = "gathering of the head"
 LOSS = "loss"
 START = "start of the backward pass"
 END = "end of the backward pass"  # of the first layer
@@ -63,7 +65,18 @@ def pass_moments(
     }
     if FORWARD in gathered:
         found[FORWARD] = {"activations": of_others}
-    cast = {FORWARD: 0, LOSS: cast_kept, START: min(layers, cast_kept + cast_again), END: 1, EMBEDDING: 0}
+        inside = _gated_bytes(work, layout, tokens) if whole[-1:] == (True,) else 0
+        found[AHEAD] = {"activations": kept, "working": inside}
+        found[HEAD] = {"activations": kept}
+    cast = {
+        FORWARD: 0,
+        AHEAD: cast_kept,
+        HEAD: cast_kept,
+        LOSS: cast_kept,
+        START: min(layers, cast_kept + cast_again),
+        END: 1,
+        EMBEDDING: 0,
+    }
     if gradient := _embedding_bytes(work, layout, share, is_first, is_only):
         found[EMBEDDING] = {"activations": of_others, "embedding": gradient}
     for moment, own in found.items():
@@ -161,8 +174,12 @@ def _gathered_bytes(work: Work, layout: Layout, share: ModelShare, is_first: boo
     waiting = work.trained_size * share.embedding if not share.head and work.trains_embedding else 0
     # What came stays beside the weights that are made of it until another unit's is there.
     begin = 2 * root + embedding + max(embedding, 2 * size * share.per_layer)
+    # A layer computes beside what came of it and of the next; the head is made beside what came of the last layer.
+    ahead = 2 * share.per_layer + max(share.per_layer, share.head)
     return {
         FORWARD: begin,
+        AHEAD: max(whole, root + size * ahead),
+        HEAD: max(whole, root + size * (share.per_layer + 2 * share.head)),
         LOSS: max(whole, root + size * (share.head + max(share.head, share.per_layer))),
         START: max(whole, root + size * share.per_layer) + max(size * share.per_layer, last),
         END: root + embedding + size * share.per_layer + first + waiting,
@@ -219,6 +236,12 @@ def _merged_experts(work: Work, layout: Layout, share: ModelShare) -> int:
     part = shape.experts.num_layers / shape.num_layers / layout.ep
     weights = shape.experts.num_experts * shape.experts.num_parameters_each
     return int((4 if layout.precision == "fp32" else 2) * weights * share.num_layers * part)
+
+
+def _gated_bytes(work: Work, layout: Layout, tokens: int) -> int:
+    """What an MLP holds while it computes and nothing of it is kept: gate, its activation, the other product."""
+    size = 4 if layout.precision == "fp32" else 2
+    return (2 + work.shape.gated) * size * tokens * work.shape.intermediate_size // layout.tp
 
 
 def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
