@@ -67,7 +67,7 @@ def survive(case, name, dice, victims, num_steps):
 
     # A world's first step may take long, so a hang in it is not seen for minutes. Where the machine was slow to kill,
     # the next world begins at a later checkpoint.
-    saved = [int(path.name.removeprefix("step-")) for path in run.checkpoints.iterdir() if path.suffix != ".draft"]
+    saved = [int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*") if path.suffix != ".draft"]
     hangs_after = max([HANGS_AFTER, *(step + 2 for step in saved)])
     process = start_really(
         yaml, run.path, "--restarts", str(2 * len(victims)), "parallel.timeout=180000000", "faults.hang_after=6",

@@ -1,6 +1,7 @@
 """fp32 products by oneDNN in place of torch's MKL: the same numbers however matrices lie, and of large ones only."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -34,11 +35,12 @@ def off(found, exact):
 a, b, c = draw(700, 300), draw(300, 500), draw(700, 500)
 long, words, tall = draw(1100, 70), draw(1100, 9000), draw(9000, 70)
 many, bias, sums = draw(70, 70_000).t(), draw(500), draw(700, 500)
+broad = draw(10_000, 500)
 kept = [draw(8, 8) @ draw(8, 8), draw(4000, 8) @ draw(8, 4000), draw(0, 512) @ draw(512, 512)]
 assert ours.use_onednn() and ours.use_onednn()
 generator.manual_seed(1)
 draw(700, 300), draw(300, 500), draw(700, 500), draw(1100, 70), draw(1100, 9000), draw(9000, 70), draw(70, 70_000)
-draw(500), draw(700, 500)
+draw(500), draw(700, 500), draw(10_000, 500)
 calls.clear()
 again = [draw(8, 8) @ draw(8, 8), draw(4000, 8) @ draw(8, 4000), draw(0, 512) @ draw(512, 512)]
 errors, counts = {}, {"thin or small": len(calls)}
@@ -55,9 +57,16 @@ check("turned", lambda: c @ b.t(), d(c) @ d(b).t())
 check("of rows", lambda: a.t() @ c, d(a).t() @ d(c))
 check("in pieces", lambda: words.t() @ long, d(words).t() @ d(long))
 check("long, in pieces", lambda: many @ tall[:100].t(), d(many) @ d(tall[:100]).t())
-check("part of a matrix", lambda: a[:, 100:] @ b[100:, 7:], d(a[:, 100:]) @ d(b[100:, 7:]))
+check("part of a matrix", lambda: broad[:999, 200:] @ b, d(broad[:999, 200:]) @ d(b))
+check("by a part of one", lambda: a[:, 50:] @ b[50:, 7:], d(a[:, 50:]) @ d(b[50:, 7:]))
+check("by a part of one, turned", lambda: long @ broad[:, 70:140].t(), d(long) @ d(broad[:, 70:140]).t())
+flat = broad.t().contiguous()
+check("into, by rows", lambda: torch.mm(c[:80], flat, out=torch.empty(0)), d(c[:80]) @ d(flat))
+odd = torch.cat([draw(1), b.flatten()])[1:].view(300, 500)
+check("odd place", lambda: a @ odd, d(a) @ d(odd))
 check("into", lambda: torch.mm(words.t(), long, out=torch.empty(0)), d(words).t() @ d(long))
 check("into a part", lambda: torch.mm(a, b, out=torch.empty(900, 500)[50:750]), d(a) @ d(b))
+check("into, of many columns", lambda: torch.mm(c[:80], broad.t(), out=torch.empty(0)), d(c[:80]) @ d(broad).t())
 check("bias", lambda: torch.addmm(bias, a, b), d(bias) + d(a) @ d(b))
 check("times", lambda: torch.addmm(bias, a, b, beta=0.5), 0.5 * d(bias) + d(a) @ d(b))
 check("times 0", lambda: torch.addmm(torch.full((500,), torch.nan), a, b, beta=0), d(a) @ d(b))
@@ -91,9 +100,11 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def told():
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    env = {**os.environ, "ONEDNN_VERBOSE": "1"}  # it says which of its programs computes each product
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout)
+    *programs, found = ended.stdout.splitlines()
+    return {**json.loads(found), "programs": [one.split(",") for one in programs if ",exec," in one]}
 
 
 @needs_onednn
@@ -102,11 +113,25 @@ def test_numbers_are_those_of_fp32_however_matrices_lie(told):
 
 
 @needs_onednn
+def test_no_product_is_left_to_the_slow_definition(told):
+    """oneDNN has fast programs for some layouts, and for all others one that takes some hundred times as long."""
+    products = [one for one in told["programs"] if "inner_product" in one]
+    assert len(products) >= sum(told["counts"].values()) and len(products[0]) > 6
+    assert not [one for one in products if any(word.startswith("ref") for word in one)]
+
+
+@needs_onednn
 def test_who_computes_what(told):
     """Large products once, what lies across by pieces; thin, small, and scaled in place: torch's own."""
     counts = told["counts"]
-    assert {name for name, count in counts.items() if not count} == {"thin or small", "times 0", "sum, times"}
-    in_pieces = {"in pieces", "long, in pieces", "into", "sum of pieces"}
+    assert {name for name, count in counts.items() if not count} == {
+        "thin or small",
+        "times 0",
+        "sum, times",
+        "by a part of one",
+        "by a part of one, turned",
+    }
+    in_pieces = {"in pieces", "long, in pieces", "into", "into, of many columns", "sum of pieces"}
     assert {name for name, count in counts.items() if count > 1} == {"layer", *in_pieces}
     assert counts["layer"] == 3
     assert told["kept"] and told["double"] < 1e-7

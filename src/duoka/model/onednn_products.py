@@ -7,6 +7,7 @@ torch multiplies fp32 by MKL, which uses no AVX-512 on other makers' processors:
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,10 +34,12 @@ def use_onednn() -> bool:
 
 
 def _gains(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> bool:
-    if any(one is not None and one.dtype is not torch.float32 for one in (a, b, out)):
+    """A right side that lies in a larger matrix oneDNN multiplies by its definition, some hundred times as slowly."""
+    if onednn_product is None or any(one is not None and one.dtype is not torch.float32 for one in (a, b, out)):
         return False
     rows, inner, columns = *a.shape, b.shape[1]
-    return inner == b.shape[0] and min(rows, inner, columns) >= _THIN and rows * inner * columns >= _LEAST
+    fits = inner == b.shape[0] and (b.is_contiguous() or b.t().is_contiguous())
+    return fits and min(rows, inner, columns) >= _THIN and rows * inner * columns >= _LEAST
 
 
 def _gains_beside(other: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> bool:
@@ -60,10 +63,8 @@ def _multiply_into(_: Any, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tenso
 
 
 def _put(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """By pieces: oneDNN copies what lies across, and makes its own answer."""
-    size = _rows_of_a_piece(a, b)
-    for part, whole in zip(a.split(size), out.split(size), strict=True):
-        whole.copy_(_product(part, b))
+    for part, product in _pieces(out, a, b):
+        part.copy_(product)
     return out
 
 
@@ -77,14 +78,25 @@ def _multiply_and_add(
 
 
 def _add_to(_: Any, sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **factors: Any) -> torch.Tensor:
-    size = _rows_of_a_piece(a, b)
-    for part, whole in zip(a.split(size), sums.split(size), strict=True):
-        whole.add_(_product(part, b))
+    for part, product in _pieces(sums, a, b):
+        part.add_(product)
     return sums
 
 
-def _rows_of_a_piece(a: torch.Tensor, b: torch.Tensor) -> int:
-    return max(_THIN, _PIECE // max(a.shape[1], b.shape[1]))
+def _pieces(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(part of `out`, what belongs there): oneDNN makes its own answer, and copies an `a` that lies across.
+
+    Along the longer side, where it leaves parts of `b` in one piece.
+    """
+    rows, inner, columns = *a.shape, b.shape[1]
+    if rows >= columns or not b.t().is_contiguous():
+        size = max(_THIN, _PIECE // max(inner, columns))
+        for part, piece in zip(out.split(size), a.split(size), strict=True):
+            yield part, _product(piece, b)
+    else:
+        size = max(_THIN, _PIECE // max(inner, rows))
+        for part, piece in zip(out.split(size, dim=1), b.split(size, dim=1), strict=True):
+            yield part, _product(a, piece)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
