@@ -148,7 +148,7 @@ TABLE: Mapping[str, tuple[Way, ...]] = {
         Way("torch, from the model's own logits", _when(lambda facts: facts.own_logits)),
         Way("torch, over chunks of logits", _when(lambda facts: True)),
     ),
-    "products": (Way("oneDNN: MKL leaves this processor's AVX-512 unused", _when(lambda facts: facts.by_onednn)),),
+    "products": (Way("oneDNN, for MKL leaves this processor's AVX-512 unused", _when(lambda facts: facts.by_onednn)),),
     "adapters": (
         Way("duoka", _has_one_sum),
         _COMPILED,
