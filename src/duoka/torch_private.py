@@ -85,6 +85,9 @@ def _find_onednn_product() -> Callable[..., torch.Tensor] | None:
         linear = torch.ops.mkldnn._linear_pointwise.default
     except AttributeError:  # a torch without oneDNN
         return None
+    asked = [argument.name for argument in linear._schema.arguments]
+    if asked != ["X", "W", "B", "attr", "scalars", "algorithm"]:  # another version's
+        return None
     return lambda x, weight, bias: linear(x, weight, bias, "none", [], "")
 
 

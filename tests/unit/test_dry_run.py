@@ -185,10 +185,8 @@ def test_the_gradient_of_one_weight_at_both_ends_is_made_of_two(name, micro):
 @pytest.mark.parametrize("size", [1792, 7168])  # smaller than the head, and larger
 def test_the_next_is_gathered_while_a_layer_is_still_there(size, recompute):
     """Where nothing learns that is as large: a layer, what came of it, and of the next."""
-    layout, facts = (
-        replace(parse_layout("fsdp8"), packing=False, recompute=recompute),
-        WIDE | {"intermediate_size": size},
-    )
+    layout = replace(parse_layout("fsdp8"), packing=False, recompute=recompute)
+    facts = WIDE | {"intermediate_size": size}
     work = Work(shape_from_config(facts), ADAPTED.lora, has_kernels=False)
     memory = estimate_memory(work, layout, 64)
     found = dry_run(ADAPTED, facts, layout, [64])

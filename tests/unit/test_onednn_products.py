@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 
@@ -11,7 +12,8 @@ import torch
 from duoka.plan.hardware import mkl_is_slow
 from duoka.torch_private import onednn_product
 
-needs_onednn = pytest.mark.skipif(onednn_product is None, reason="this torch has no oneDNN")
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+needs_onednn = pytest.mark.skipif(onednn_product is None or not IS_X86, reason="no oneDNN for this processor")
 
 # In a process of its own: a kernel that takes another's place does so for all that comes after.
 SCRIPT = """

@@ -48,8 +48,8 @@ struct Tile {  // of fp32 sums, on their way between memory and registers
   bool adds;
 };
 
-// MR rows by 16 * C columns: sums over `pairs` of A (rows of pairs of bf16) times B (pairs, packed by column). All sums stay in
-// registers, for which compilers want the loops unrolled early.
+// MR rows by 16 * C columns: sums over `pairs` of A (rows of pairs of bf16) times B (pairs, packed by column). All sums
+// stay in registers, for which compilers want the loops unrolled early.
 template <int MR, int C>
 inline void multiply(const u32* a, i64 a_stride, const u32* b, i64 b_stride, i64 pairs, Tile out) {
   __mmask16 adds = out.adds ? 0xffff : 0;

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from duoka.model.replaced import replace_kernel
+from duoka.model.replaced import PIECE, replace_kernel
 from duoka.plan.hardware import mkl_is_slow
 from duoka.torch_private import onednn_product
 
-_PIECE = 1 << 22  # fp32 numbers that are there at once beside the matrices themselves: 16 MiB
 _THIN = 64  # sides below are MKL's
 _LEAST = 1 << 26  # multiplications from which on it pays: oneDNN compiles for each shape, for almost a millisecond
 
@@ -53,7 +52,7 @@ def _gains_in_sum(sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta:
 
 
 def _multiply(_: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if a.is_contiguous() or a.numel() <= _PIECE:
+    if a.is_contiguous() or a.numel() <= PIECE:
         return _product(a, b)
     return _put(a.new_empty(a.shape[0], b.shape[1]), a, b)
 
@@ -90,11 +89,11 @@ def _pieces(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Iterator[tup
     """
     rows, inner, columns = *a.shape, b.shape[1]
     if rows >= columns or not b.t().is_contiguous():
-        size = max(_THIN, _PIECE // max(inner, columns))
+        size = max(_THIN, PIECE // max(inner, columns))
         for part, piece in zip(out.split(size), a.split(size), strict=True):
             yield part, _product(piece, b)
     else:
-        size = max(_THIN, _PIECE // max(inner, rows))
+        size = max(_THIN, PIECE // max(inner, rows))
         for part, piece in zip(out.split(size, dim=1), b.split(size, dim=1), strict=True):
             yield part, _product(a, piece)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 Kernel = Callable[..., Any]
+PIECE = 1 << 22  # fp32 numbers that a kernel may hold at once beside what it is given: 16 MiB
 _REPLACED: list[torch.library.Library] = []  # a kernel lives as long as its library
 
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from duoka.model.replaced import Kernel, kernel_of, replace_kernel
+from duoka.model.replaced import PIECE, Kernel, kernel_of, replace_kernel
 from duoka.plan.hardware import has_cpu_bf16
 
-_PIECE = 1 << 22  # fp32 numbers that are there at once beside the matrices themselves: 16 MiB
 _ROWS, _NUMBERS = 4, 1 << 16  # from which on it pays
 
 
@@ -69,13 +68,13 @@ def _put(widened: Kernel, keys: Any, *inputs: torch.Tensor, out: torch.Tensor, *
 
 def _pieces(a: torch.Tensor, b: torch.Tensor, *like_out: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Of some matrices after others, along the longer side of the answer: (of a, of b, of each that lies like it)."""
-    if a.ndim == 3 and len(a) > 1 and sum(one.numel() for one in (a, b, like_out[0])) > _PIECE:
+    if a.ndim == 3 and len(a) > 1 and sum(one.numel() for one in (a, b, like_out[0])) > PIECE:
         for whole in zip(*(one.split(1) for one in (a, b, *like_out)), strict=True):
             yield from _pieces(*whole)
         return
     rows, columns = like_out[0].shape[-2:]
     along = -1 if columns > rows else -2
-    size = max(64, _PIECE // max(1, a.shape[-1] + min(rows, columns)))
+    size = max(64, PIECE // max(1, a.shape[-1] + min(rows, columns)))
     parts = (one.split(size, dim=along) for one in like_out)
     moving = (b if columns > rows else a).split(size, dim=along)
     for piece, *others in zip(moving, *parts, strict=True):
