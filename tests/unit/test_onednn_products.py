@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from duoka.plan.hardware import mkl_is_slow
+from duoka.plan.hardware import halves_avx512, mkl_is_slow
 from duoka.torch_private import onednn_product
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
@@ -23,6 +23,7 @@ warnings.simplefilter("error")  # torch warns of kernels that take the place of 
 import duoka.model.onednn_products as ours
 
 ours.mkl_is_slow = torch.backends.mkl.is_available = lambda: True  # wherever this runs
+ours.takes_across = lambda: True
 calls, product = [], ours.onednn_product
 ours.onednn_product = lambda a, weight, bias: (calls.append(a.shape), product(a, weight, bias))[1]
 generator = torch.Generator().manual_seed(1)
@@ -78,6 +79,11 @@ check("sum", lambda: sums.clone().addmm_(a, b), d(sums) + d(a) @ d(b))
 check("sum of pieces", lambda: tall.clone().addmm_(words.t(), long), d(tall) + d(words).t() @ d(long))
 check("sum, times", lambda: sums.clone().addmm_(a, b, alpha=2), d(sums) + 2 * d(a) @ d(b))
 
+ours.takes_across = lambda: False
+check("Zen 4, of rows", lambda: a.t() @ c, d(a).t() @ d(c))
+check("Zen 4, rows", lambda: a @ b, d(a) @ d(b))
+ours.takes_across = lambda: True
+
 def gradients(dtype):
     torch.manual_seed(2)
     layer = torch.nn.Linear(300, 500).to(dtype)
@@ -132,6 +138,7 @@ def test_who_computes_what(told):
         "sum, times",
         "by a part of one",
         "by a part of one, turned",
+        "Zen 4, of rows",
     }
     in_pieces = {"in pieces", "long, in pieces", "into", "into, of many columns", "sum of pieces"}
     assert {name for name, count in counts.items() if count > 1} == {"layer", *in_pieces}
@@ -158,6 +165,21 @@ def test_where_mkl_is_slow(tmp_path, vendor, flags, limit, slow):
     facts = tmp_path / "cpuinfo"
     facts.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: {flags}\n\nprocessor\t: 1\n")
     assert mkl_is_slow(facts, {"ONEDNN_MAX_CPU_ISA": limit}) == slow
+
+
+@pytest.mark.parametrize(
+    "vendor, family, halves",
+    (
+        ("AuthenticAMD", "cpu family\t: 25\n", True),  # Zen 4
+        ("AuthenticAMD", "cpu family\t: 26\n", False),  # Zen 5
+        ("GenuineIntel", "cpu family\t: 6\n", False),
+        ("AuthenticAMD", "", False),
+    ),
+)
+def test_whose_avx512_is_two_halves(tmp_path, vendor, family, halves):
+    facts = tmp_path / "cpuinfo"
+    facts.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n{family}\nprocessor\t: 1\n")
+    assert halves_avx512(facts) == halves
 
 
 def test_elsewhere_no_kernel_is_replaced(monkeypatch):

@@ -1,6 +1,6 @@
 """Products of fp32 matrices by oneDNN, on AMD's CPUs with AVX-512.
 
-torch multiplies fp32 by MKL, which uses no AVX-512 on other makers' processors: half of what they can
+torch multiplies fp32 by MKL, which uses no AVX-512 on other makers' processors: on Zen 5 half of what they can
 (docs/decisions.md). Where oneDNN is the faster one, it takes the place of torch's kernels in this process.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from duoka.model.replaced import PIECE, replace_kernel
-from duoka.plan.hardware import mkl_is_slow
+from duoka.plan.hardware import halves_avx512, mkl_is_slow
 from duoka.torch_private import onednn_product
 
 _THIN = 64  # sides below are MKL's
@@ -32,12 +32,19 @@ def use_onednn() -> bool:
     return True
 
 
+@functools.cache
+def takes_across() -> bool:
+    """Whether it pays where the left side lies across, as for a weight's gradient: oneDNN copies such a one."""
+    return not halves_avx512()
+
+
 def _gains(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> bool:
     """A right side that lies in a larger matrix oneDNN multiplies by its definition, some hundred times as slowly."""
     if onednn_product is None or any(one is not None and one.dtype is not torch.float32 for one in (a, b, out)):
         return False
     rows, inner, columns = *a.shape, b.shape[1]
     fits = inner == b.shape[0] and (b.is_contiguous() or b.t().is_contiguous())
+    fits = fits and (a.is_contiguous() or takes_across())
     return fits and min(rows, inner, columns) >= _THIN and rows * inner * columns >= _LEAST
 
 

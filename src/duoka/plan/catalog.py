@@ -33,6 +33,7 @@ CPU_CORE_TFLOPS = {
     "avx512_bf16": (0.09, 0.2),
     "amx_bf16": (0.1, 0.38),
 }
+WIDE_AMD = (0.22, 0.44)  # Zen 5, whose cores compute 512 bits at once
 # What a node has beside its GPUs, when only GPUs are named: about what cloud nodes have for each.
 HOST_BYTES_PER_GPU = 128 * GIB
 
@@ -285,9 +286,9 @@ def local_cluster(machine: Machine, world_size: int, local_size: int) -> Cluster
 
 
 def _cpu(machine: Machine) -> Device:
-    fp32, half = (
-        1e12 * machine.num_cores * speed for speed in CPU_CORE_TFLOPS.get(machine.cpu_bf16, CPU_CORE_TFLOPS["bf16"])
-    )
+    is_wide = machine.mkl_is_slow and not machine.halves_avx512
+    speeds = WIDE_AMD if is_wide else CPU_CORE_TFLOPS.get(machine.cpu_bf16, CPU_CORE_TFLOPS["bf16"])
+    fp32, half = (1e12 * machine.num_cores * speed for speed in speeds)
     return Device(
         name=machine.cpu_name,
         generation="cpu",

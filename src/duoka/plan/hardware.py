@@ -25,6 +25,7 @@ _CPU_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 _HIGHEST = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _BELOW_AVX512 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2")
 _BELOW_BF16 = (*_BELOW_AVX512, "AVX512_CORE", "AVX512_CORE_VNNI")
+_ZEN_5 = 26  # AMD's family from which on a core computes 512 bits at once
 _AMPERE = 8.0  # 2020: bf16, and torch's FlashAttention
 _VOLTA = 7.0  # 2017: fp16 in tensor cores
 
@@ -57,6 +58,7 @@ class Machine:
     no_liger: str = ""  # why Liger's kernels are not there for GPUs
     no_triton: str = ""
     mkl_is_slow: bool = False  # so that oneDNN multiplies fp32 matrices on CPUs
+    halves_avx512: bool = False  # an AMD's
 
     def cores_used(self, num_local_ranks: int) -> int:
         """By all ranks together, when CPUs compute."""
@@ -140,7 +142,7 @@ def read_machine(env: Mapping[str, str] = os.environ) -> Machine:
         count_usable_cores(), total, available, cpu_name, cpu_bf16, gpus, notes, _bf16_hindrance(cpu_bf16, env),
         threads_per_rank=int(threads) if threads.isdigit() else 0, has_kernels=has_kernels(env),
         no_layers=why_no_layers(env), has_allocator=has_allocator(env), no_liger=why_no_liger(env),
-        no_triton=why_no_triton(), mkl_is_slow=mkl_is_slow(env=env),
+        no_triton=why_no_triton(), mkl_is_slow=mkl_is_slow(env=env), halves_avx512=halves_avx512(),
     )  # fmt: skip
 
 
@@ -220,6 +222,13 @@ def mkl_is_slow(path: Path = Path("/proc/cpuinfo"), env: Mapping[str, str] = os.
     is_amd = _read_cpuinfo(path).get("vendor_id") == "AuthenticAMD"
     limit = next((env[name].upper() for name in _HIGHEST if env.get(name)), "")
     return is_amd and "avx512f" in read_cpu_flags(path) and limit not in _BELOW_AVX512
+
+
+def halves_avx512(path: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether AMD's processor computes AVX-512 in two halves, as Zen 4 does: no wider than what MKL uses there."""
+    facts = _read_cpuinfo(path)
+    family = facts.get("cpu family", "")
+    return facts.get("vendor_id") == "AuthenticAMD" and family.isdigit() and int(family) < _ZEN_5
 
 
 def read_cpu_flags(path: Path = Path("/proc/cpuinfo")) -> set[str]:
