@@ -116,14 +116,34 @@ def test_frozen_parts_of_a_router_stay_and_evaluations_run(case):
     assert events_of(folder / "zero1, shared", "eval")
 
 
+def take_over(folder, before, step, name):
+    place = f"checkpoints/step-{step:08d}"
+    (folder / name / "checkpoints").mkdir(parents=True)
+    shutil.copytree(folder / before / place, folder / name / place)
+
+
 def test_a_run_goes_on_under_one_layout_after_the_other(case, batches):
     folder, data, models, yamls = case
     losses, norms, _, weights = oracle_train(data, models["qwen3_moe"], batches, **RECIPE)
     for before, step, name, size, how in CHAIN:
-        place = f"checkpoints/step-{step:08d}"
-        (folder / name / "checkpoints").mkdir(parents=True)
-        shutil.copytree(folder / before / place, folder / name / place)
+        take_over(folder, before, step, name)
         train_all([(str(yamls["qwen3_moe"]), [*SAVES, *how], str(folder / name))], size)
+        assert events_of(folder / name, "step")[0]["step"] == step + 1
+        check_run(folder / name, losses, norms, weights, name)
+
+
+def test_fewer_experts_than_ranks_go_on_among_fewer_and_more_ranks(case, batches):
+    """Four ranks share the rows of two experts, two the experts."""
+    folder, data, _, yamls = case
+    model = write_family(folder / "models" / "few", "qwen3_moe", tokenizer=build_tiny_tokenizer(), num_experts=2)
+    losses, norms, _, weights = oracle_train(data, model, batches, **RECIPE)
+    sharded = "parallel.strategy=fsdp"
+    chain = (("", 0, "four", 4), ("four", 1, "two", 2), ("two", 2, "four again", 4), ("four", 2, "one", 1))
+    for before, step, name, size in chain:
+        if before:
+            take_over(folder, before, step, name)
+        how = [f"model={model}", *SAVES, *[sharded] * (size > 1)]
+        train_all([(str(yamls["qwen3_moe"]), how, str(folder / name))], size)
         assert events_of(folder / name, "step")[0]["step"] == step + 1
         check_run(folder / name, losses, norms, weights, name)
 

@@ -35,9 +35,13 @@ OWN = {
     "balanced": Case("qwen3_moe", {**QWEN, "head_dim": 8, "mlp_only_layers": [0]}, balance=0.5, recompute="1/2"),
     "balanced, padded": replace(CASES["experts of Mixtral"], packing=False, balance=0.5),
     "LoRA": Case("qwen3_moe", {**QWEN, "head_dim": 8}, lora=("q_proj", "v_proj"), optimizer="adamw"),
+    # On four ranks no expert is whole on any.
+    "fewer than ranks": Case("qwen3_moe", {**QWEN, "head_dim": 8, "num_experts": 2}, optimizer="adamw"),
+    "LoRA of fewer": Case("qwen3_moe", {**QWEN, "head_dim": 8, "num_experts": 2}, lora=True, optimizer="adamw"),
     "LoRA of experts": Case("qwen3_moe", {**QWEN, "head_dim": 8}, lora=True, optimizer="adamw"),
 }
-SHARED = [name for name in OWN if name != "LoRA of experts"]
+FEW = ["fewer than ranks", "LoRA of fewer"]
+SHARED = [name for name in OWN if name not in ("LoRA of experts", *FEW)]
 FOUR = (((0,), (3,)), ((1,), ()), ((2,), (5,)), ((4, 6), ()))
 SOME = ["Qwen3", "balanced", "two take all", "LoRA", "DeepSeek-V3"]
 
@@ -89,7 +93,11 @@ def test_ranks_that_share_experts_learn_what_one_process_learns():
 
 def test_four_ranks_share_experts_beside_copies_and_sequences():
     few = SOME[:2]
-    run_world(4, compare_all, [("fsdp4·ep4", few[:1]), ("fsdp4·ep2", few), ("fsdp2·sp2·ep2", few)])
+    run_world(
+        4,
+        compare_all,
+        [("fsdp4", FEW), ("zero2x4", FEW[:1]), ("fsdp4·ep4", few[:1]), ("fsdp4·ep2", few), ("fsdp2·sp2·ep2", few)],
+    )
 
 
 def test_tensor_ranks_share_experts_and_send_a_part_of_the_tokens_each():

@@ -7,6 +7,9 @@ import struct
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from duoka.config.schema import OptimConfig
 from duoka.model import native
@@ -15,6 +18,7 @@ from duoka.optim import narrow
 from duoka.optim.build import build_optimizer, make_state
 from duoka.optim.clip import clip_gradients
 from duoka.optim.narrow import NarrowAdamW
+from duoka.torch_private import fake_store
 
 BF16 = torch.bfloat16
 LAST_BIT = 2**-7  # of a bf16 number, relative, at most: so far apart are neighbors
@@ -132,9 +136,28 @@ def test_both_forms_round_alike():
 def test_a_rank_s_rows_round_as_they_do_in_the_whole(form, monkeypatch):
     weight, grad = draw(12, 20), draw(12, 20, seed=1)
     whole, _ = step(weight, grad, times=2)
-    monkeypatch.setattr(narrow, "first_place", lambda parameter: 5 * 20)
+    monkeypatch.setattr(narrow, "stretches", lambda parameter, numbers: [(5 * 20, numbers)])
     part, _ = step(weight[5:9], grad[5:9], times=2)
     assert torch.equal(part, whole[5:9])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_stretches_are_where_a_rank_s_part_lies_in_the_whole(dim):
+    """Of rows of a matrix's experts too, which are not one behind the other."""
+    dist.init_process_group("fake", rank=2, world_size=4, store=fake_store())
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        whole = torch.arange(8 * 12 * 5).view(8, 12, 5)
+        part = whole.chunk(4, dim)[2].contiguous()
+        shared = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
+        found = list(narrow.stretches(shared, (part, -part)))
+    finally:
+        dist.destroy_process_group()
+    assert len(found) == (1 if dim == 0 else 8)
+    for first, (numbers, others) in found:
+        assert numbers.flatten().tolist() == list(range(first, first + numbers.numel()))
+        assert torch.equal(others, -numbers)
+    assert sum(numbers.numel() for _, (numbers, _) in found) == part.numel()
 
 
 def test_noise_is_another_in_each_step_and_parameter():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,21 +68,26 @@ class NarrowAdamW(torch.optim.AdamW):
             1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step),
         )  # fmt: skip
         key = place_key(self._names[parameter], step)
-        first, is_flat = first_place(parameter), all(one.is_contiguous() for one in numbers)
-        if is_flat and native.serves(*numbers):
-            native.adamw_(numbers, first, key, *factors)  # type: ignore[arg-type]
-            return
-        if is_flat and numbers[0].is_cuda and kernel_of_triton() is not None:
-            kernel_of_triton().update_narrow(*numbers, first, key, *factors)
-            return
-        chunk = CHUNK["cpu" if numbers[0].device.type == "cpu" else "cuda"]
-        flat = [one.view(-1) if one.is_contiguous() else one.reshape(-1) for one in numbers]
-        for start in range(0, flat[0].numel(), chunk):
-            weight, grad, average, square = (one[start : start + chunk] for one in flat)
-            update_narrow(weight, grad, average, square, first + start, key, *factors)
-        for one, values in zip(numbers, flat, strict=True):
-            if not one.is_contiguous():
-                one.copy_(values.view(one.shape))
+        for first, stretch in stretches(parameter, numbers):
+            _update_stretch(stretch, first, key, factors)
+
+
+def _update_stretch(numbers: Sequence[torch.Tensor], first: int, key: int, factors: tuple[float, ...]) -> None:
+    is_flat = all(one.is_contiguous() for one in numbers)
+    if is_flat and native.serves(*numbers):
+        native.adamw_(numbers, first, key, *factors)  # type: ignore[arg-type]
+        return
+    if is_flat and numbers[0].is_cuda and kernel_of_triton() is not None:
+        kernel_of_triton().update_narrow(*numbers, first, key, *factors)
+        return
+    chunk = CHUNK["cpu" if numbers[0].device.type == "cpu" else "cuda"]
+    flat = [one.view(-1) if one.is_contiguous() else one.reshape(-1) for one in numbers]
+    for start in range(0, flat[0].numel(), chunk):
+        weight, grad, average, square = (one[start : start + chunk] for one in flat)
+        update_narrow(weight, grad, average, square, first + start, key, *factors)
+    for one, values in zip(numbers, flat, strict=True):
+        if not one.is_contiguous():
+            one.copy_(values.view(one.shape))
 
 
 @functools.cache
@@ -95,13 +100,20 @@ def kernel_of_triton() -> Any:
     return narrow_triton
 
 
-def first_place(parameter: torch.Tensor) -> int:
-    """Where in the whole tensor this rank's rows begin, counted in numbers."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    assert not any(offset[1:]), "ranks share rows; rules refuse what cuts columns"
-    return int(offset[0]) * math.prod(parameter.shape[1:]) if offset else 0
+def stretches(parameter: torch.Tensor, numbers: Sequence[torch.Tensor]) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
+    """What of this rank's `numbers` is one piece of the whole tensor, and where that begins, counted in numbers."""
+    if not isinstance(parameter, DTensor) or not parameter.ndim:
+        yield 0, numbers
+        return
+    whole, local = parameter.shape, numbers[0].shape
+    _, offset = compute_local_shape_and_global_offset(whole, parameter.device_mesh, parameter.placements)
+    if local[1:] == whole[1:]:
+        yield int(offset[0]) * math.prod(whole[1:]), numbers
+        return
+    assert local[0] == whole[0] and local[2:] == whole[2:], "rules refuse what cuts columns"
+    for number in range(whole[0]):  # of each expert, some rows
+        begin = (number * whole[1] + int(offset[1])) * math.prod(whole[2:])
+        yield begin, tuple(one[number] for one in numbers)
 
 
 def update_narrow(

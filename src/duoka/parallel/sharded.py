@@ -8,11 +8,13 @@ each pass as well. hsdp: fsdp inside groups of ranks, gradients added over the g
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -21,6 +23,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor, Shard
 
 from duoka.comm.world import World
 from duoka.config.schema import ParallelConfig
@@ -45,6 +48,7 @@ from duoka.parallel.out_of_memory import Shortage
 from duoka.parallel.precision import HALF
 from duoka.parallel.shards_on_disk import ShardsOnDisk
 from duoka.plan.layout import Layout
+from duoka.plan.sizes import cuts_inside
 from duoka.torch_private import let_go_of_sent_gradients
 
 
@@ -147,6 +151,21 @@ class Sharded(Engine):
         return super().share_matrices(matrices) if self.owned is None else self.owned
 
 
+def _cutting(layout: Layout, over: DeviceMesh) -> Callable[[torch.nn.Parameter], Shard | None] | None:
+    """None where shards lie on a disk: as they are gathered."""
+    return None if layout.disk == "params" else functools.partial(_cut, num_ranks=over.size(over.ndim - 1))
+
+
+def _cut(parameter: torch.nn.Parameter, num_ranks: int) -> Shard | None:
+    """Along which dim ranks share it; None: the first, which is filled up with zeros to a multiple of the ranks.
+
+    Of experts, which are one tensor, that may be several times as much as there is to gather.
+    """
+    if parameter.ndim < 3 or isinstance(parameter, DTensor):
+        return None
+    return Shard(1) if cuts_inside(parameter.shape[0], parameter.shape[1], num_ranks) else None
+
+
 def _share_owned(spec: EngineSpec, apart: Collection[str]) -> OwnedMatrices:
     named = dict(named_part(spec.bare).named_parameters())
     return OwnedMatrices(
@@ -196,6 +215,7 @@ def apply_sharded(
             mp_policy=policy,
             offload_policy=offload,
             ignored_params=set(ignored),
+            shard_placement_fn=_cutting(layout, over),
         )
 
     reshard, packing = _reshard_after_forward(parallel, layout, mesh), _packing(parallel, layout, mesh)

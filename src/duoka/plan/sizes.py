@@ -24,6 +24,16 @@ class Linear:
         return self.num_in * self.num_out + (self.num_out if self.bias else 0)
 
 
+def cuts_inside(count: int, rows: int, num_ranks: int) -> bool:
+    """Whether ranks of FSDP share the rows inside of each of `count` experts, not the experts.
+
+    Where experts are shared, their number is filled up to a multiple of the ranks, which may be several times as many;
+    rows have to come out even, and are sorted into place by a copy.
+    """
+    filled = -(-count // num_ranks) * num_ranks
+    return 2 * filled >= 3 * count and rows % num_ranks == 0
+
+
 @dataclass(frozen=True)
 class Experts:
     """A mixture of experts, of the layers that have one. Every token visits `num_active` of `num_experts`."""
