@@ -28,6 +28,7 @@ SHALLOW = FACTS | {"num_hidden_layers": 2}  # half of the time, where a layer is
 NAMED = {"model": "demo", "data": {"train": ["x"]}}
 PLAIN = RunConfig.model_validate(NAMED)
 ADAPTED = RunConfig.model_validate({**NAMED, "lora": {"rank": 8, "dropout": 0.0}})
+FEW = RunConfig.model_validate({**NAMED, "lora": {"rank": 8, "dropout": 0.0, "targets": ["q_proj", "v_proj"]}})
 
 
 def real_peak(lora, recompute):
@@ -100,11 +101,11 @@ def test_a_rank_of_a_world_that_is_not_there_sends_what_theory_says(name):
 
 def test_layers_are_extrapolated_along_a_line(monkeypatch):
     layout, facts = replace(parse_layout("ddp4"), packing=False), FACTS | {"num_hidden_layers": 5}
-    monkeypatch.setattr(module, "PROBED_LAYERS", (2, 3))
+    monkeypatch.setattr(module, "PROBED_LAYERS", (3, 4))
     line = dry_run(PLAIN, facts, layout, [TOKENS])
     monkeypatch.setattr(module, "PROBED_LAYERS", (5, 6))
     whole = dry_run(PLAIN, facts, layout, [TOKENS])
-    assert (line.probed, whole.probed) == ((2, 3), (5,))
+    assert (line.probed, whole.probed) == ((3, 4), (5,))
     for phase in ("forward", "backward", "optimizer step"):
         assert line.phases[phase] == pytest.approx(whole.phases[phase], rel=1e-3), phase
 
@@ -130,6 +131,7 @@ WIDE = {
 WAYS = {
     "full": (PLAIN, {}),
     "lora": (ADAPTED, {"lora": ADAPTED.lora}),
+    "lora of queries": (FEW, {"lora": FEW.lora}),
     "bf16 weights": (RunConfig.model_validate({**NAMED, "train": {"weights": "bf16"}}), {"narrow_weights": True}),
     "muon": (RunConfig.model_validate({**NAMED, "optim": {"name": "muon"}}), {"optimizer": "muon"}),
 }
@@ -137,6 +139,7 @@ STRATEGIES = ["single", "zero1x8", "zero2x8", "fsdp8", "hsdp2x4"]
 EVERY_DAY = [
     *[("full", name, "full", 2) for name in ("single", "zero2x8", "fsdp8")],
     ("full", "single", "none", 1), ("full", "zero1x8", "full", 1), ("full", "fsdp8", "none", 2),
+    ("full", "fsdp64", "full", 1), ("lora of queries", "fsdp8", "none", 1), ("bf16 weights", "fsdp8", "full", 1),
     ("full", "single.tp2", "none", 2), ("full", "single.pp2", "none", 4), ("lora", "fsdp8", "none", 2),
     ("lora", "fsdp8", "full", 1),
 ]  # fmt: skip
@@ -145,7 +148,11 @@ NIGHTLY = [
     *[("full", name, "selective", 2) for name in ("single", "fsdp8")],
     *[("full", name, "none", 2) for name in ("fsdp4.tp2", "fsdp4·sp2", "single.pp2")],
     *[("full", name, "none", 4) for name in ("single.pp4", "zero2x2.pp2")],
-    *[(way, name, "none", 2) for way in ("lora", "bf16 weights", "muon") for name in ("single", "zero1x8", "fsdp8")],
+    *[
+        (way, name, "none", 2)
+        for way in ("lora", "lora of queries", "bf16 weights", "muon")
+        for name in ("single", "zero1x8", "fsdp8")
+    ],
 ]
 
 
@@ -228,6 +235,20 @@ def test_a_dry_run_walks_along_the_axis_of_experts(name):
     wanted = sum(one.sent_bytes for one in theory)
     sent = sum(one.sent_bytes for one in found.traffic.values())
     assert sent == pytest.approx(wanted, rel=0.05), ({k: vars(v) for k, v in found.traffic.items()}, theory)
+
+
+@pytest.mark.parametrize("name", ["fsdp16", "fsdp6"])
+def test_experts_that_are_fewer_than_ranks_or_no_multiple_of_them(name):
+    """Sixteen ranks share the rows of eight experts. Six cannot, and have four more that are zeros."""
+    facts = MIXTURE | {"tie_word_embeddings": False, "num_hidden_layers": 4, "vocab_size": 512}
+    layout = replace(parse_layout(name), packing=False, precision="bf16", recompute="full")
+    work = Work(shape_from_config(facts), None, "cpu", has_kernels=False)
+    memory = estimate_memory(work, layout, 64, later=0, accumulation=1)
+    found = dry_run(PLAIN, facts, layout, [64])
+    planned = memory.peak_bytes - memory.parts["framework"]
+    assert planned == pytest.approx(found.peak_bytes, rel=0.08), (memory.moments, found.phases)
+    wanted = sum(one.sent_bytes for one in traffic(work, layout, 8, accumulation=1, tokens=64))
+    assert sum(one.sent_bytes for one in found.traffic.values()) == pytest.approx(wanted, rel=0.03)
 
 
 @pytest.mark.parametrize(

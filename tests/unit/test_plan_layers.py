@@ -1,7 +1,7 @@
 """What plans count that a layer keeps, beside what layers of each family do keep, on a CPU; of GPUs: tests/promises."""
 
 import pytest
-from held_layers import FAMILIES, WAYS, held, held_apart, planned, planned_copies
+from held_layers import FAMILIES, WAYS, held, held_apart, is_planned, planned, planned_copies
 
 from duoka.model import experts, native
 from duoka.plan.compiler import SWITCH, has_kernels
@@ -12,7 +12,7 @@ CASES = [
     pytest.param(family, way, marks=() if family in OFTEN and way != "lora, fp32" else pytest.mark.nightly)
     for family in FAMILIES
     for way in WAYS
-    if way != DROPS
+    if is_planned(family, way)
 ]
 
 

@@ -14,7 +14,7 @@ from duoka.model.build import LossModel
 from duoka.model.fp8 import apply_fp8
 from duoka.model.freeze import apply_train_only
 from duoka.model.fused import apply_fused
-from duoka.plan.activations import activation_bytes_per_token, unread_bytes
+from duoka.plan.activations import activation_bytes_per_token
 from duoka.plan.compiler import SWITCH, has_kernels
 from duoka.plan.layout import Layout, parse_layout
 from duoka.plan.memory import estimate_memory
@@ -29,6 +29,11 @@ MODEL = {
     "num_key_value_heads": 1, "tie_word_embeddings": False, "head_dim": 32,
 }  # fmt: skip
 ALL = {"layers": 2, "extra": ["embed_tokens"]}
+
+
+def unread_bytes(work, layout, number):
+    """What a layer does not keep for want of what learns in it."""
+    return activation_bytes_per_token(work, layout)[0] - activation_bytes_per_token(work, layout, 0, number)[0]
 
 
 def kept_bytes(model_type, chosen, precision, changes):

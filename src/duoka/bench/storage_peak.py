@@ -12,7 +12,8 @@ import torch
 from duoka.torch_private import TorchDispatchMode, innermost, read_number, running_node, tree_map_only
 
 BLOCK_BYTES = 512  # what an allocator rounds to
-BETWEEN = "between the last layer and the first"
+SECOND = "the layer before the last"
+BETWEEN = "between that and the first layer"
 
 
 class Part(NamedTuple):
@@ -55,10 +56,11 @@ class StoragePeak(TorchDispatchMode):
         """Tell both passes' ends apart: what comes before the first layer and after it, and each end's own layer.
 
         A layer that holds much while it computes has its peak at the one end, one whose weights' gradients are large at
-        the other; how much either is grows with the number of layers along a line of its own.
+        the other; how much either is grows with the number of layers along a line of its own. From the second layer of
+        the backward pass on, gradients of the one before are on their way.
         """
         layers[0].register_forward_pre_hook(lambda module, args: self._go_on("forward", "", "layers"))
-        for number, to in ((len(layers) - 2, BETWEEN), (0, "first layer")):
+        for number, to in ((len(layers) - 2, SECOND), (len(layers) - 3, BETWEEN), (0, "first layer")):
             if number >= 0:
                 layers[number].register_forward_hook(functools.partial(self._see_gradient, to))
 

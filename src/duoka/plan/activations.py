@@ -7,22 +7,22 @@ layer_parts.py; `memory.py` uses both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from duoka.plan.axes import deals_heads, key_value_heads
 from duoka.plan.layer_parts import (
     Means,
-    has_own_casts,
     is_latent,
     kept_by_attention,
+    kept_by_last_norm,
     kept_by_mlp,
     kept_by_norms,
 )
 from duoka.plan.layout import Layout
-from duoka.plan.recipe import ModelShare, Program, Work
+from duoka.plan.model_share import ModelShare
+from duoka.plan.recipe import Program, Work
 from duoka.plan.shape import adapted_linears
-from duoka.plan.sizes import Linear, ModelShape
+from duoka.plan.sizes import ModelShape
 from duoka.plan.trained_weights import is_trained, layer_numbers, trains_head
 
 # Logits of one chunk of the loss in fp32. model/chunks.py has the same chunks; a test holds the two together.
@@ -59,11 +59,16 @@ def _is_compiled_for(work: Work, layout: Layout) -> bool:
     return work.program is None and work.device == "cpu" and work.has_kernels and not layout.compile
 
 
-def activation_bytes_per_token(work: Work, layout: Layout, length: int = 0) -> tuple[float, str]:
-    """What one layer keeps of one token until its backward pass, on one rank, and the formula in words."""
+def activation_bytes_per_token(
+    work: Work, layout: Layout, length: int = 0, number: int | None = None
+) -> tuple[float, str]:
+    """What one layer keeps of one token until its backward pass, on one rank, and the formula in words.
+
+    `number`: of that layer, under train_only; without one, of a layer of which all is trained.
+    """
     if work.program is not None:
         return _kept_by_program(work, work.program, layout, length)
-    whole, cut, formula = _kept_by_duoka(work, layout, length)
+    whole, cut, formula = _kept_by_duoka(work, layout, length, number)
     if layout.tp > 1:
         formula += f", / {layout.tp} but for what norms read and give, which every tensor-parallel rank has"
     return whole + cut / layout.tp, formula
@@ -94,8 +99,8 @@ def has_narrow_stream(work: Work, layout: Layout) -> bool:
     return layout.precision != "fp32" and (work.lora is not None or work.narrow_weights)
 
 
-def means_of(work: Work, layout: Layout) -> Means:
-    """What computes the layers of such a run."""
+def means_of(work: Work, layout: Layout, number: int | None = None) -> Means:
+    """What computes the layers of such a run; `number` as in activation_bytes_per_token."""
     on_gpu, half = work.device == "cuda", layout.precision != "fp32"
     at_once = has_own_attention(work, layout) or has_one_launch(work, layout)
     return Means(
@@ -110,16 +115,28 @@ def means_of(work: Work, layout: Layout) -> Means:
         learns=work.lora is None,
         experts_learn=work.lora is None or bool(work.shape.num_expert_adapters(work.lora.targets)),
         in_8_bits=layout.precision == "fp8",
+        readers=_readers(work, number),
     )
 
 
-def _kept_by_duoka(work: Work, layout: Layout, length: int) -> tuple[float, float, str]:
+def _readers(work: Work, number: int | None) -> frozenset[str] | None:
+    """The products of a layer that keep what they read, for a gradient of their weight's or an adapter's; None: all."""
+    shape, chosen = work.shape, work.train_only
+    if work.lora is not None:  # PEFT puts adapters on experts, or on what is dense beside them
+        beside = shape.num_expert_adapters(work.lora.targets) is None
+        adapted = adapted_linears(shape, work.lora)
+        return frozenset(one.name for one in adapted if beside or not one.name.startswith("mlp."))
+    if chosen is None or number is None:
+        return None
+    learns = number in layer_numbers(chosen, shape.num_layers)
+    return frozenset(one.name for one in shape.linears if learns and is_trained(one.name, chosen))
+
+
+def _kept_by_duoka(work: Work, layout: Layout, length: int, number: int | None) -> tuple[float, float, str]:
     """(what tensor-parallel ranks each keep whole, what they share, the formula)."""
-    shape, how = work.shape, means_of(work, layout)
+    shape, how = work.shape, means_of(work, layout, number)
     norms, attention = kept_by_norms(shape, how), kept_by_attention(shape, how)
-    # PEFT puts adapters on experts, or on what is dense beside them.
-    adapted = work.lora is not None and shape.num_expert_adapters(work.lora.targets) is None
-    apart, shared = kept_by_mlp(shape, how, adapted=adapted)
+    apart, shared = kept_by_mlp(shape, how)
     # Two numbers a row for the norms.
     whole: float = norms * shape.hidden_size + 8 + apart
     cut = attention + shared
@@ -143,37 +160,17 @@ def _kept_by_duoka(work: Work, layout: Layout, length: int) -> tuple[float, floa
     return whole, cut, f"per token and layer {formula}"
 
 
-def unread_bytes(work: Work, layout: Layout, number: int) -> float:
-    """Of what `activation_bytes_per_token` counts, what layer `number` does not keep under train_only.
+def learns_head(work: Work) -> bool:
+    return work.lora is None and (work.train_only is None or trains_head(work.shape, work.train_only))
 
-    A product keeps its input for its weight's gradient alone, so not where that is frozen; what norms, rotations,
-    attention and activations read stays. Experts' own inputs count as if they learned.
-    """
-    shape, chosen = work.shape, work.train_only
-    if chosen is None or work.program is not None:
-        return 0.0
-    learns = number in layer_numbers(chosen, shape.num_layers)
-    how = means_of(work, layout)
-    size, width = how.size, 1 if how.in_8_bits else how.size
-    apart = has_own_casts(shape, how)
 
-    def unread(products: Sequence[Linear]) -> int:
-        """Copies of what these products read that none of their weights asks for."""
-        frozen = sum(not (learns and is_trained(one.name, chosen)) for one in products)
-        return frozen if apart else int(frozen == len(products))
-
-    attention = [one for one in shape.linears if not one.name.startswith("mlp.")]
-    of_hidden = [one for one in attention[:-1] if one.num_in == shape.hidden_size]
-    total: float = width * shape.hidden_size * unread(of_hidden)
-    # Attention keeps its own output; the product's are documents' joined outputs, and the rounded form.
-    if how.in_8_bits or how.joins:
-        total += width * shape.q_size / layout.tp * unread(attention[-1:])
-    inside = [one for one in shape.linears if one.name.startswith("mlp.")]
-    if shape.experts is None:
-        total += width * shape.hidden_size * unread(inside[:-1])
-        if not (shape.gated or how.in_8_bits):
-            total += size * shape.intermediate_size / layout.tp * unread(inside[-1:])
-    return total
+def tail_bytes(work: Work, layout: Layout) -> int:
+    """Per token, on the last stage: what the norm behind all layers keeps."""
+    return (
+        0
+        if work.program is not None
+        else work.shape.hidden_size * kept_by_last_norm(work.shape, means_of(work, layout))
+    )
 
 
 def held_kv_size(shape: ModelShape, layout: Layout) -> int:
@@ -247,7 +244,7 @@ def loss_bytes(work: Work, layout: Layout, share: ModelShare, tokens: int) -> tu
     # Untied and sharded, the head is gathered in half precision; else a half copy of fp32 weights is made.
     comes_narrow = work.narrow_weights or (layout.is_sharded and not shape.tied)
     weight_copy = 2 * head if half and not comes_narrow else 0
-    if work.train_only is not None and not trains_head(shape, work.train_only):
+    if not learns_head(work):
         return chunk + weight_copy, 2 * row_gradient
     # The head's gradient is summed over chunks; in half precision some words' own product stands beside the sum.
     product = min(2 * head, max(LOSS_PRODUCT_BYTES[work.device], 2 * head // LOSS_MOST_PRODUCTS)) if half else 0

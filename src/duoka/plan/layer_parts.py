@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from duoka.plan.sizes import Experts, ModelShape
+from duoka.plan.sizes import Experts, Linear, ModelShape
 
 _WIDE = 4  # bytes of a number in fp32
 
@@ -29,32 +29,51 @@ class Means:
     learns: bool  # norms' weights do
     experts_learn: bool
     in_8_bits: bool
+    readers: frozenset[str] | None = None  # products that keep what they read: they learn, or adapters do; None: all
 
     @property
     def is_half(self) -> bool:
         return self.size < _WIDE
 
+    def keeps_input(self, product: Linear) -> bool:
+        return self.readers is None or product.name in self.readers
+
 
 def kept_by_norms(shape: ModelShape, how: Means) -> float:
     """Of width h: what norms read, and what they give to products; also where products read the stream itself."""
     parts = shape.parts
-    attention = [one for one in shape.linears if not one.name.startswith("mlp.")]
-    readers = sum(one.num_in == shape.hidden_size for one in attention[:-1]) or 1
-    inside = 1 if parts.joined_gate or not shape.gated else 2
+    attention, mlp = linears_of(shape)
+    readers = [one for one in attention[:-1] if one.num_in == shape.hidden_size] or attention[:1]
+    inside = sum(how.keeps_input(one) for one in mlp if one.num_in == shape.hidden_size and one not in mlp[-1:])
     if shape.experts is not None:  # a router, and experts that all tokens visit; one that widens is counted with those
-        inside = sum(one.name.startswith("mlp.") and not one.name.endswith("down_proj") for one in shape.linears)
+        # What experts read that learn is there whoever else reads it.
+        dense = [one for one in mlp if not one.name.endswith("down_proj")]
+        inside = sum(how.experts_learn or how.keeps_input(one) for one in dense)
         inside += how.experts_learn and not shape.experts.wide_router
+    count = sum(how.keeps_input(one) for one in readers)
     before, behind = shape.block_norms - parts.post_norms, parts.post_norms
     kept = behind * _norm_reads(parts.norm, how.size, how)
     if before == 0:
-        return kept + _products_keep(readers, how.stream, how) + _products_keep(inside, how.stream, how)
+        return kept + _products_keep(count, how.stream, how) + _products_keep(inside, how.stream, how)
     given = _norm_gives(parts.norm, how.stream, how)
     kept += before * _norm_reads(parts.norm, how.stream, how)
     if before == 1:  # attention and MLP, side by side, read what one norm gives
-        return kept + _products_keep(readers + inside, given, how)
+        return kept + _products_keep(count + inside, given, how)
     if parts.parallel and _norm_reads(parts.norm, how.stream, how) == how.stream:
         kept -= how.stream  # two norms of one input
-    return kept + _products_keep(readers, given, how) + _products_keep(inside, given, how)
+    return kept + _products_keep(count, given, how) + _products_keep(inside, given, how)
+
+
+def linears_of(shape: ModelShape) -> tuple[list[Linear], list[Linear]]:
+    """(attention's, the MLP's), in the order of their products."""
+    mlp = [one for one in shape.linears if one.name.startswith("mlp.")]
+    return [one for one in shape.linears if one not in mlp], mlp
+
+
+def kept_by_last_norm(shape: ModelShape, how: Means) -> int:
+    """Behind all layers, per number: what it reads, and what it gives where the head has a narrow copy of that."""
+    given = _norm_gives(shape.parts.norm, how.stream, how)
+    return _norm_reads(shape.parts.norm, how.stream, how) + (given if given != how.size else 0)
 
 
 def _norm_reads(kind: str, width: int, how: Means) -> int:
@@ -88,16 +107,10 @@ def _products_keep(count: int, width: int, how: Means) -> int:
     return how.size if width == how.size else how.size * count
 
 
-def has_own_casts(shape: ModelShape, how: Means) -> bool:
-    """Whether each product has a narrow copy of its own of what it reads."""
-    before = shape.block_norms > shape.parts.post_norms
-    width = _norm_gives(shape.parts.norm, how.stream, how) if before else how.stream
-    return not how.in_8_bits and width != how.size
-
-
 def kept_by_attention(shape: ModelShape, how: Means) -> float:
     """From the products of queries, keys and values to the product behind; all of it is shared by heads."""
     size, parts = how.size, shape.parts
+    keeps_output = how.keeps_input(linears_of(shape)[0][-1])
     if is_latent(shape):
         return _kept_by_latent_attention(shape, how)
     # Rotations are as wide as the stream where no kernel turns, and what is written out narrows nothing.
@@ -115,8 +128,8 @@ def kept_by_attention(shape: ModelShape, how: Means) -> float:
     cut += size * shape.q_size  # the output
     if not parts.writes_attention:
         cut += _WIDE * shape.num_heads
-        cut += size * shape.q_size if how.joins and not how.in_8_bits else 0
-    if how.in_8_bits:
+        cut += size * shape.q_size if how.joins and not how.in_8_bits and keeps_output else 0
+    if how.in_8_bits and keeps_output:
         cut += shape.q_size
     if shape.qk_norm:
         cut += _norm_reads(parts.norm, size, how) * (shape.q_size + shape.kv_size)
@@ -149,22 +162,30 @@ _GATED = 4  # with a gate, as the model writes it: gate, its activation, the oth
 _CLAMPED = 7  # and cut off, as gpt-oss does
 
 
-def kept_by_mlp(shape: ModelShape, how: Means, *, adapted: bool) -> tuple[float, float]:
+def keeps_gated(shape: ModelShape, how: Means) -> bool:
+    """Whether what a gate gave is kept, for adapters that read it; without any, it is computed again."""
+    mlp = linears_of(shape)[1]
+    down = mlp[-1:] if shape.experts is None else [one for one in mlp if one.name.endswith("down_proj")]
+    return not how.learns and any(how.keeps_input(one) for one in down)
+
+
+def kept_by_mlp(shape: ModelShape, how: Means) -> tuple[float, float]:
     """(what each rank of a tensor axis keeps whole, what they share)."""
     if shape.experts is not None:
-        return _kept_by_experts(shape, shape.experts, how, adapted)
+        return _kept_by_experts(shape, shape.experts, how)
     parts, size = shape.parts, how.size
+    is_read = how.keeps_input(linears_of(shape)[1][-1])
     if not shape.gated:
         kept = size * _PLAIN.get(parts.act, 2)
         if parts.act == "gelu_new" and how.on_gpu and how.is_half:  # autocast of CUDA takes powers in fp32
             kept = 16
-        return 0.0, kept * shape.intermediate_size
+        return 0.0, (kept - size * (not is_read and parts.act != "relu")) * shape.intermediate_size
     if parts.joined_gate or parts.act != "silu":
-        return 0.0, _GATED * size * shape.intermediate_size
-    return 0.0, (2 + adapted) * size * shape.intermediate_size
+        return 0.0, (_GATED - (not is_read)) * size * shape.intermediate_size
+    return 0.0, (2 + keeps_gated(shape, how)) * size * shape.intermediate_size
 
 
-def _kept_by_experts(shape: ModelShape, experts: Experts, how: Means, adapted: bool) -> tuple[float, float]:
+def _kept_by_experts(shape: ModelShape, experts: Experts, how: Means) -> tuple[float, float]:
     """Each expert that a token visits reads a row of its own, and what it gives is kept to be weighed.
 
     Ranks of a tensor axis send some of the tokens each, and all know what routers read.
@@ -176,4 +197,4 @@ def _kept_by_experts(shape: ModelShape, experts: Experts, how: Means, adapted: b
     whole += size * (experts.wide_router and how.is_half and how.learns)  # a copy by way of fp32
     rows = (1 + how.experts_learn) * active * size * shape.hidden_size
     inside = (_CLAMPED if shape.parts.writes_attention else _GATED) - (not how.experts_learn)
-    return whole * shape.hidden_size, rows + inside * size * width + (2 + adapted) * size * shared
+    return whole * shape.hidden_size, rows + inside * size * width + (2 + keeps_gated(shape, how)) * size * shared

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from duoka.plan import deepspeed
 from duoka.plan.layout import Layout
+from duoka.plan.model_share import ModelShare
 from duoka.plan.moments import (
     EMBEDDING,
     END,
@@ -21,7 +22,7 @@ from duoka.plan.moments import (
     without_gradients,
 )
 from duoka.plan.offload import buffer_bytes
-from duoka.plan.recipe import ModelShare, StaticMemory, Work, gathered_whole, shares, static_memory
+from duoka.plan.recipe import StaticMemory, Work, gathered_whole, shares, static_memory
 
 # A process before it holds any model: interpreter, torch, transformers, peft, what kernels keep (385 to 395 MiB when
 # measured). The upper end has what glibc keeps of freed blocks, up to 250 MiB more, from run to run others.

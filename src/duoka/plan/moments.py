@@ -11,21 +11,27 @@ from duoka.plan.activations import (
     activation_bytes_per_token,
     boundary_bytes,
     kept_for_both,
+    learns_head,
     loss_bytes,
+    means_of,
     selective_bytes,
-    unread_bytes,
+    tail_bytes,
 )
 from duoka.plan.fp8 import fp8_weights
+from duoka.plan.layer_parts import keeps_gated
 from duoka.plan.layout import Layout
+from duoka.plan.model_share import ModelShare
 from duoka.plan.offload import LAYERS_HERE
-from duoka.plan.recipe import ModelShare, Work, layers_of_backward
+from duoka.plan.recipe import Work, layers_of_backward
 from duoka.plan.recompute import is_share, whole_layers
+from duoka.plan.sizes import cuts_inside
 from duoka.plan.trained_weights import trained_in_layers
 
 FORWARD = "start of the forward pass"  # where weights are gathered
 AHEAD = "forward pass of the last layers"
 HEAD = "gathering of the head"
 LOSS = "loss"
+ROUNDED = "rounding of the head's gradient"  # which is summed in fp32, to the type that the head was gathered in
 START = "start of the backward pass"
 END = "end of the backward pass"  # of the first layer
 EMBEDDING = "gradient of the embedding"  # after all layers
@@ -58,21 +64,29 @@ def pass_moments(
     cast_again = layout.recompute == "selective" or any(whole)
     of_others = kept * (share.in_flight - 1) // share.in_flight  # micro-batches of a pipeline that are there already
     cast_by_others = cast_kept * (share.in_flight - 1)
+    tail = tail_bytes(work, layout) * tokens if share.has_head else 0
+    rows = (4 if layout.precision == "fp32" else 2) * tokens * work.shape.hidden_size if share.has_head else 0
+    rounded = _rounded_bytes(work, layout, share)
+    # A head of its own that is shared goes on in fp32, as it is summed over ranks.
+    narrower = 0 if share.head and layout.is_sharded else rounded
     found = {
-        LOSS: {"activations": kept, "loss": loss + head_gradient},
-        START: {"activations": kept + again, "loss": head_gradient, "working": working},
+        LOSS: {"activations": kept + tail, "loss": loss + head_gradient},
+        START: {"activations": kept + again, "loss": head_gradient - narrower, "working": working},
         END: {"activations": of_others + one_layer, "working": working},
     }
     if FORWARD in gathered:
         found[FORWARD] = {"activations": of_others}
         inside = _gated_bytes(work, layout, tokens) if whole[-1:] == (True,) else 0
         found[AHEAD] = {"activations": kept, "working": inside}
-        found[HEAD] = {"activations": kept}
+        found[HEAD] = {"activations": kept + tail + rows}
+    if rounded:
+        found[ROUNDED] = {"activations": kept + tail, "loss": head_gradient + rounded}
     cast = {
         FORWARD: 0,
         AHEAD: cast_kept,
         HEAD: cast_kept,
         LOSS: cast_kept,
+        ROUNDED: cast_kept,
         START: min(layers, cast_kept + cast_again),
         END: 1,
         EMBEDDING: 0,
@@ -104,10 +118,9 @@ def activations(work: Work, layout: Layout, share: ModelShare, tokens: int, leng
     per_layer, formula = activation_bytes_per_token(work, layout, length)
     # Below what is trained, nothing is kept, and above it less of layers that are frozen.
     passed = layers_of_backward(work, share)
-    unread = [0.0] * len(passed)
+    of_layers = [int(per_layer * tokens)] * len(passed)
     if work.train_only is not None:
-        unread = [unread_bytes(work, layout, number) for number in passed]
-    of_layers = [int((per_layer - one) * tokens) for one in unread]
+        of_layers = [int(activation_bytes_per_token(work, layout, length, number)[0] * tokens) for number in passed]
     one_layer = max(of_layers, default=int(per_layer * tokens))
     edge = boundary_bytes(work, layout)
     if layout.recompute == "selective":
@@ -156,7 +169,8 @@ def _gathered_bytes(work: Work, layout: Layout, share: ModelShare, is_first: boo
         return dict.fromkeys((LOSS, START, END), int(work.program.window * (2 + 2) * share.per_layer))
     trains = work.lora is None
     # A layer's gradients, and the fp32 buffer in which they are reduced, once its weights are let go.
-    first, last = ((size + 4) * share.per_layer * _trains_layer(work, share.layers[at]) for at in (0, -1))
+    own = (size + 4) * share.per_layer + _sorted_bytes(work, layout)
+    first, last = (own * _trains_layer(work, share.layers[at]) for at in (0, -1))
     last -= 4 * min(share.per_layer, share.head) if last else 0  # a head's own are sent until then
     if layout.has_one_shard and work.device == "cpu" and layout.precision == "fp32" and layout.disk != "params":
         return {START: last, END: first}
@@ -181,16 +195,33 @@ def _gathered_bytes(work: Work, layout: Layout, share: ModelShare, is_first: boo
         AHEAD: max(whole, root + size * ahead),
         HEAD: max(whole, root + size * (share.per_layer + 2 * share.head)),
         LOSS: max(whole, root + size * (share.head + max(share.head, share.per_layer))),
+        ROUNDED: max(whole, root + size * (share.head + share.per_layer)),
         START: max(whole, root + size * share.per_layer) + max(size * share.per_layer, last),
         END: root + embedding + size * share.per_layer + first + waiting,
         EMBEDDING: root + embedding,
     }
 
 
+def _sorted_bytes(work: Work, layout: Layout) -> int:
+    """Gradients of a layer's experts in the order in which ranks share their rows, where they share rows."""
+    experts, ranks = work.shape.experts, layout.state_ranks
+    if experts is None or layout.ep > 1 or not cuts_inside(experts.num_experts, work.shape.hidden_size, ranks):
+        return 0
+    return (4 if layout.precision == "fp32" else 2) * experts.num_experts * experts.num_parameters_each
+
+
 def _trains_layer(work: Work, number: int) -> bool:
     if work.lora is not None or work.train_only is None:
         return work.lora is None
     return trained_in_layers(work.shape, work.train_only, [number]) > 0
+
+
+def _rounded_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
+    """Of the head's gradient, as narrow as the head was when the loss was computed."""
+    if not share.has_head or work.program is not None or layout.precision == "fp32" or not learns_head(work):
+        return 0
+    comes_narrow = work.narrow_weights or (bool(share.head) and layout.strategy in ("fsdp", "hsdp"))
+    return 2 * work.shape.vocab_size * work.shape.hidden_size // layout.tp if comes_narrow else 0
 
 
 def _embedding_bytes(work: Work, layout: Layout, share: ModelShare, is_first: bool, is_only: bool) -> int:
@@ -246,7 +277,20 @@ def _gated_bytes(work: Work, layout: Layout, tokens: int) -> int:
 
 def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
     """Gradients of one layer's activations while its backward pass runs: three f-wide and three h-wide tensors."""
-    size = 4 if layout.precision == "fp32" else 2
+    size, shape = 4 if layout.precision == "fp32" else 2, work.shape
     if work.program is not None:  # which shares them along the sequence too
-        return 3 * size * tokens * (work.shape.intermediate_size + work.shape.hidden_size) // layout.tp
-    return 3 * size * tokens * (work.shape.intermediate_size // layout.tp + work.shape.hidden_size)
+        return 3 * size * tokens * (shape.intermediate_size + shape.hidden_size) // layout.tp
+    # What an adapter behind the gate read is let go before gate and up have theirs.
+    is_let_go = shape.gated and shape.experts is None and keeps_gated(shape, means_of(work, layout))
+    inside = 3 - is_let_go
+    own = size * tokens * (inside * shape.intermediate_size // layout.tp + 3 * shape.hidden_size)
+    return own + _stacked_bytes(work, layout)
+
+
+def _stacked_bytes(work: Work, layout: Layout) -> int:
+    """Of experts that learn: gradients of gate and up, expert by expert, of which the whole one is made."""
+    experts = work.shape.experts
+    if experts is None or work.lora is not None or work.train_only is not None:
+        return 0
+    size = 4 if layout.precision == "fp32" else 2
+    return size * experts.num_experts // layout.ep * experts.num_parameters_each * 2 // 3

@@ -16,6 +16,7 @@ from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.config.schema_running import DeepSpeedConfig
 from duoka.plan import deepspeed, packed_base
 from duoka.plan.layout import Layout
+from duoka.plan.model_share import Learns, ModelShare, share_experts
 from duoka.plan.pipeline import Costs, cut_layers, most_in_flight, rank_of, stages_of
 from duoka.plan.shape import ModelShape, lora_parameters
 from duoka.plan.trained_weights import (
@@ -133,23 +134,6 @@ class Work:
         return per
 
 
-@dataclass(frozen=True)
-class ModelShare:
-    """What one rank has of the model: a pipeline's stage, cut by the tensor axis. All numbers are of this rank."""
-
-    num_layers: int
-    embedding: int
-    head: int  # of its own; a tied head on another stage than the embedding is a copy
-    has_head: bool
-    in_flight: int  # micro-batches whose activations are held at once
-    trainable: int
-    frozen: int
-    per_layer: int
-    block_linear: int
-    experts: int = 0  # parameters of its experts where ranks share these out: in none of the other numbers
-    layers: tuple[int, ...] = ()  # their numbers in the model
-
-
 def layers_of_backward(work: Work, share: ModelShare) -> tuple[int, ...]:
     """The numbers of the rank's layers through which its backward pass goes: the last ones."""
     if work.train_only is None:
@@ -177,13 +161,19 @@ def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[ModelShar
         layers=tuple(range(shape.num_layers)),
     )
     if pp == 1:
-        return (_without_experts(work, layout, whole),)
+        return (_share_experts(work, layout, whole),)
     stages = [
-        _without_experts(work, layout, _stage(work, layout, whole, rank, layers, accumulation))
+        _share_experts(work, layout, _stage(work, layout, whole, rank, layers, accumulation))
         for rank, layers in _stages_asked(work, layout)
     ]
     # What learns lies where it lies: the first is taken for all where only one is looked at.
     return tuple(sorted(stages, key=lambda one: -one.trainable) if work.train_only else stages)
+
+
+def _share_experts(work: Work, layout: Layout, whole: ModelShare) -> ModelShare:
+    is_ours = work.program is None and work.deepspeed is None
+    learns: Learns = "adapters" if work.lora is not None else "all" if work.train_only is None else "some"
+    return share_experts(work.shape, layout, whole, learns) if is_ours or layout.ep > 1 else whole
 
 
 def _stages_asked(work: Work, layout: Layout) -> list[tuple[int, tuple[int, ...]]]:
@@ -218,25 +208,6 @@ def _stage(
         has_head=has_head,
         in_flight=ceil(most_in_flight(layout.schedule, pp, layout.virtual, accumulation, rank)),
         layers=layers,
-    )
-
-
-def _without_experts(work: Work, layout: Layout, whole: ModelShare) -> ModelShare:
-    """What strategies share out among ranks; where these share experts, each has its own beside that."""
-    experts = work.shape.experts
-    if layout.ep == 1 or experts is None:
-        return whole
-    each = experts.num_experts * experts.num_parameters_each
-    everywhere = each * experts.num_layers * whole.num_layers // work.shape.num_layers
-    trained = work.lora is None and work.train_only is None
-    cut = everywhere // layout.tp  # as they were counted among what tensor ranks cut
-    return replace(
-        whole,
-        trainable=whole.trainable - (cut if trained else 0),
-        frozen=max(0, whole.frozen - (0 if trained else cut)),
-        per_layer=whole.per_layer - each // layout.tp,
-        block_linear=whole.block_linear - cut,
-        experts=everywhere // layout.ep,
     )
 
 

@@ -15,7 +15,8 @@ from duoka.plan.activations import held_kv_size
 from duoka.plan.axes import deals_heads
 from duoka.plan.catalog import Cluster
 from duoka.plan.layout import Layout
-from duoka.plan.recipe import ModelShare, Work, layers_of_backward, shares
+from duoka.plan.model_share import ModelShare
+from duoka.plan.recipe import Work, layers_of_backward, shares
 from duoka.plan.recompute import part_of_layers
 from duoka.plan.trained_weights import layer_numbers, trained_at_ends
 
