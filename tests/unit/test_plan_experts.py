@@ -1,13 +1,16 @@
 """Mixtures of experts in the plan: what a token passes, what ranks that share experts hold, what is refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from duoka.config.schema import ParallelConfig, RunConfig
 from duoka.plan.axes import check_axes, check_shape
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import parse_layout
+from duoka.plan.moments import END, pass_moments
 from duoka.plan.picture import model_lines
-from duoka.plan.recipe import Work, static_memory
+from duoka.plan.recipe import Work, shares, static_memory
 from duoka.plan.report import make_plan
 from duoka.plan.shape import demo_shape, shape_from_config
 
@@ -42,6 +45,27 @@ def test_ranks_that_share_experts_hold_a_part_of_them_each():
     # Two ranks share what four shared; with four it is a quarter in either way.
     assert two - alone == pytest.approx(experts / 2 - experts / 4, abs=99)
     assert four == pytest.approx(alone, abs=99)
+
+
+def test_experts_are_filled_up_to_the_ranks_unless_their_rows_are_shared():
+    """Eight: to twelve on six ranks, and not on 16, by which the 64 numbers of a row can be divided."""
+    shape, each = shape_from_config(MIXTURE), 2 * 3 * 64 * 768
+    four, six, many = (
+        static_memory(Work(shape, None), parse_layout(f"fsdp{ranks}")).weights_bytes * ranks / 4 for ranks in (4, 6, 16)
+    )
+    assert four == many == shape.num_parameters
+    assert six == pytest.approx(shape.num_parameters + 4 * each, abs=6)
+
+
+def test_gradients_of_experts_are_stacked_where_each_is_a_product_of_its_own():
+    shape, layout = shape_from_config(MIXTURE), replace(parse_layout("single"), precision="bf16")
+
+    def working(device):
+        work = Work(shape, None, device)
+        moments = pass_moments(work, layout, shares(work, layout)[0], 64, 64, is_first=True, is_only=True)
+        return dict(moments)[END]["working"]
+
+    assert working("cpu") - working("cuda") == 2 * 8 * 2 * 64 * 768
 
 
 def mixture(count=8):

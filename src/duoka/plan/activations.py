@@ -166,11 +166,9 @@ def learns_head(work: Work) -> bool:
 
 def tail_bytes(work: Work, layout: Layout) -> int:
     """Per token, on the last stage: what the norm behind all layers keeps."""
-    return (
-        0
-        if work.program is not None
-        else work.shape.hidden_size * kept_by_last_norm(work.shape, means_of(work, layout))
-    )
+    if work.program is not None:
+        return 0
+    return work.shape.hidden_size * kept_by_last_norm(work.shape, means_of(work, layout))
 
 
 def held_kv_size(shape: ModelShape, layout: Layout) -> int:

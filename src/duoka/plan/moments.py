@@ -288,9 +288,11 @@ def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
 
 
 def _stacked_bytes(work: Work, layout: Layout) -> int:
-    """Of experts that learn: gradients of gate and up, expert by expert, of which the whole one is made."""
+    """Of experts that learn: gradients of gate and up, expert by expert, of which the whole one is made. On GPUs one
+    launch makes it, in bf16."""
     experts = work.shape.experts
-    if experts is None or work.lora is not None or work.train_only is not None:
+    at_once = work.device == "cuda" and layout.precision in ("bf16", "fp8")
+    if experts is None or work.lora is not None or work.train_only is not None or at_once or work.program is not None:
         return 0
     size = 4 if layout.precision == "fp32" else 2
     return size * experts.num_experts // layout.ep * experts.num_parameters_each * 2 // 3
