@@ -100,10 +100,11 @@ def test_layers_in_cuda_graphs_are_not_computed_again(tmp_path):
         load_config(str(path))
 
 
-def kept_bytes(model, how):
-    """(bytes kept for the backward pass, how often each layer was begun)."""
+def kept_bytes(model, how, frozen=0):
+    """(bytes kept for the backward pass, how often each layer was begun). `frozen`: so many layers, and both ends."""
     lm = load_model(ModelRequest(model, dtype=torch.float32))
-    lm.requires_grad_(True).train()
+    lm.requires_grad_(not frozen).train()
+    lm.model.layers[frozen:].requires_grad_(True)
     if how != "none":
         apply_recompute(lm, how)
     calls = [0] * len(lm.model.layers)
@@ -132,6 +133,14 @@ def test_each_layer_of_the_share_is_computed_twice_and_the_others_once(tiny_mode
         part = sum(whole_layers(how, layers)) / layers
         assert found[how][0] == pytest.approx(most - part * (most - least), rel=0.03), how
     assert least < found["3/4"][0] < found["1/2"][0] < found["1/4"][0] < most
+
+
+@pytest.mark.parametrize("how", ["none", "full", "selective"])
+def test_frozen_layers_below_what_learns_are_computed_once(tiny_model, how):
+    """transformers has gradients go down to the embeddings where layers are computed again."""
+    layers = len(kept_bytes(tiny_model, "none")[1])
+    _, calls = kept_bytes(tiny_model, how, frozen=layers - 1)
+    assert calls == [1] * (layers - 1) + [1 if how == "none" else 2]
 
 
 def test_a_rank_of_a_pipeline_counts_its_own_layers(tiny_model):

@@ -51,6 +51,10 @@ def apply_recompute(lm: torch.nn.Module, how: str, drops: Drops | None = None, *
     # Named so since transformers 5.23; the older name warns, and goes with version 6.
     enable: Any = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
     enable(options)
+    # With it, transformers has gradients go down to the embeddings: through frozen layers too, for nobody.
+    stop_at_frozen: Any = getattr(lm, "disable_input_require_grads", None)
+    if stop_at_frozen is not None:
+        stop_at_frozen()
     if is_share(how):
         _spare_layers(lm, how)
 
