@@ -1,5 +1,6 @@
 """AdamW on bf16 that rounds at random: its hash, its chances and its arithmetic beside ones written anew here."""
 
+import contextlib
 import hashlib
 import math
 import struct
@@ -141,23 +142,39 @@ def test_a_rank_s_rows_round_as_they_do_in_the_whole(form, monkeypatch):
     assert torch.equal(part, whole[5:9])
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_stretches_are_where_a_rank_s_part_lies_in_the_whole(dim):
-    """Of rows of a matrix's experts too, which are not one behind the other."""
+@contextlib.contextmanager
+def third_of_four():
     dist.init_process_group("fake", rank=2, world_size=4, store=fake_store())
     try:
         mesh = init_device_mesh("cpu", (4,))
-        whole = torch.arange(8 * 12 * 5).view(8, 12, 5)
-        part = whole.chunk(4, dim)[2].contiguous()
-        shared = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
-        found = list(narrow.stretches(shared, (part, -part)))
+        yield lambda whole, dim: DTensor.from_local(
+            whole.chunk(4, dim)[2].contiguous(), mesh, [Shard(dim)], run_check=False
+        )
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_stretches_are_where_a_rank_s_part_lies_in_the_whole(dim):
+    """Of rows of a matrix's experts too, which are not one behind the other."""
+    with third_of_four() as share:
+        shared = share(torch.arange(8 * 12 * 5).view(8, 12, 5), dim)
+        part = shared.to_local()
+        found = list(narrow.stretches(shared, (part, -part)))
     assert len(found) == (1 if dim == 0 else 8)
     for first, (numbers, others) in found:
         assert numbers.flatten().tolist() == list(range(first, first + numbers.numel()))
         assert torch.equal(others, -numbers)
     assert sum(numbers.numel() for _, (numbers, _) in found) == part.numel()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_rank_s_part_of_experts_learns_the_bits_that_it_learns_in_the_whole(form, dim):
+    weight, grad = draw(8, 12, 20), draw(8, 12, 20, seed=1)
+    whole, _ = step(weight, grad, times=2)
+    with third_of_four() as share:
+        part, _ = step(share(weight, dim), share(grad, dim), times=2)
+        assert torch.equal(part.to_local(), whole.chunk(4, dim)[2])
 
 
 def test_noise_is_another_in_each_step_and_parameter():
