@@ -137,7 +137,8 @@ def test_below_the_trained_layers_nothing_is_kept_and_above_them_less(chosen, pr
     predicted = estimate_memory(work, layout, tokens, later=0).peak_bytes - CPU_FRAMEWORK_BYTES[1]
     measured = measured_peak(None, precision, recompute, (tokens,), train_only=chosen)
     told = f"{predicted / 2**20:.1f} MiB predicted, {measured / 2**20:.1f} measured"
-    assert 0.95 < predicted / measured < 1.08, told
+    # Of one layer that is computed again, what works is most: planned as if all its gradients were there by then.
+    assert 0.95 < predicted / measured < (1.10 if recompute == "full" else 1.08), told
 
 
 @pytest.mark.parametrize("later", [64, 128, 256])
