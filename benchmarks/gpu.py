@@ -11,6 +11,7 @@ Cases that --out holds already from this code are kept, so that a series can be 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -75,8 +76,10 @@ class Case:
 CASES = {
     "pretrain-135m": Case("135m", 2048, 131072),
     "pretrain-135m-compiled": Case("135m", 2048, 131072, {"train.compile": True}),
+    "pretrain-135m-graphs": Case("135m", 2048, 131072, {"train.compile": "reduce-overhead"}),
     "full-1b": Case("1b", 4096, 65536),
     "full-1b-compiled": Case("1b", 4096, 65536, {"train.compile": True}),
+    "full-1b-fp8-compiled": Case("1b", 4096, 65536, {"train.compile": True, "train.precision": "fp8"}),
     "full-1b-recompute": Case("1b", 4096, 65536, {"train.recompute": "full"}),
     "lora-1b": Case("1b", 4096, 65536, lora=True),
     "full-3b": Case("3b", 4096, 65536, steps=10),
@@ -209,13 +212,16 @@ def read_run(run: Path, num_steps: int) -> dict[str, Any]:
     steps = [event for event in events if event["type"] == "step"][:num_steps]
     start = next(event["t"] for event in events if event["type"] == "run")
     timed = steps[WARM_STEPS:]
-    seconds = timed[-1]["t"] - steps[WARM_STEPS - 1]["t"]
-    tokens = sum(step["num_tokens"] for step in timed)
+    # The median: one step in which a layer is compiled anew, for more documents, takes as long as several.
+    ends = [step["t"] for step in steps[WARM_STEPS - 1 :]]
+    took = [end - begin for begin, end in itertools.pairwise(ends)]
+    step_s = statistics.median(took)
+    seconds, tokens = sum(took), statistics.mean(step["num_tokens"] for step in timed)
     ranks = read_lines(run / "events" / "rank00000.jsonl")
     memory = plan["memory"]
     return {
         "layout": plan["layout"], "batch": plan["batch"]["sentence"],
-        "tokens_per_s": tokens / seconds, "step_s": seconds / len(timed),
+        "tokens_per_s": tokens / step_s, "step_s": step_s, "slowest_step_s": max(took),
         "planned_tokens_per_s": plan["speed"]["tokens_per_s"],
         "flops_per_token": plan["compute"]["flops_per_token"], "sheet_flops": plan["compute"]["peak_flops"],
         "peak_bytes": max(rank.get("memory_bytes", 0) for rank in ranks),

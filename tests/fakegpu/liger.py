@@ -1,4 +1,4 @@
-"""Liger's Functions and the loss's kernel as a GPU sees them: one launch each, which computes nothing here."""
+"""Liger's Functions and duoka's kernels as a GPU sees them: one launch each, which computes nothing here."""
 
 from unittest import mock
 
@@ -7,8 +7,7 @@ import torch
 from duoka.model import gpu_kernels
 
 _LIKE = {  # what an operator gives, each answer as one of its arguments
-    "liger_norm(Tensor x, Tensor w) -> Tensor": (0,),
-    "liger_norm_backward(Tensor grad, Tensor x, Tensor w) -> (Tensor, Tensor)": (1, 2),
+    "triton_norm_backward(Tensor grad, Tensor x, Tensor w) -> (Tensor, Tensor)": (1, 2),
     "liger_turn(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)": (0, 1),
     "liger_product(Tensor a, Tensor b) -> Tensor": (0,),
     "liger_product_backward(Tensor grad, Tensor a, Tensor b) -> (Tensor, Tensor)": (1, 2),
@@ -23,6 +22,8 @@ def _like(places, *args):
 
 def _define():
     library = torch.library.Library("duoka_stand_in", "DEF")
+    library.define("triton_norm(Tensor x, Tensor w, ScalarType to) -> Tensor")
+    library.impl("triton_norm", lambda x, w, to: torch.empty_like(x, dtype=to), "Meta")
     for schema, places in _LIKE.items():
         library.define(schema)
         library.impl(schema.partition("(")[0], lambda *args, places=places: _like(places, *args), "Meta")
@@ -31,14 +32,14 @@ def _define():
 
 class Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, X, W, eps, offset=0.0, casting_mode="llama", in_place=True):
-        ctx.save_for_backward(X, W)
-        return torch.ops.duoka_stand_in.liger_norm(X, W)
+    def forward(ctx, x, weight, eps, dtype):
+        ctx.save_for_backward(x, weight)
+        return torch.ops.duoka_stand_in.triton_norm(x, weight, dtype)
 
     @staticmethod
     def backward(ctx, grad):
-        slopes = torch.ops.duoka_stand_in.liger_norm_backward(grad.contiguous(), *ctx.saved_tensors)
-        return *slopes, *(None,) * 4
+        slopes = torch.ops.duoka_stand_in.triton_norm_backward(grad.contiguous(), *ctx.saved_tensors)
+        return *slopes, None, None
 
 
 class Turn(torch.autograd.Function):
@@ -63,7 +64,7 @@ class Product(torch.autograd.Function):
         return torch.ops.duoka_stand_in.liger_product_backward(grad.contiguous(), *ctx.saved_tensors)
 
 
-_FUNCTIONS = {"LigerRMSNormFunction": Norm, "LigerRopeFunction": Turn, "LigerSiLUMulFunction": Product}
+_FUNCTIONS = {"RmsNorm": Norm, "LigerRopeFunction": Turn, "LigerSiLUMulFunction": Product}
 
 
 def installed(parts):
@@ -73,6 +74,6 @@ def installed(parts):
     return mock.patch.multiple(
         gpu_kernels,
         TRIED=gpu_kernels.Tried(dict.fromkeys(parts, "")),
-        liger_function=lambda module, name: _FUNCTIONS[name],
+        find_function=lambda name: _FUNCTIONS[name],
         cross_entropy_=lambda logits, labels: torch.ops.duoka_stand_in.liger_loss(logits, labels),
     )

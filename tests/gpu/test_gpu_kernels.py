@@ -86,7 +86,7 @@ def test_the_loss_never_holds_all_logits(gpu):
     before = torch.cuda.memory_allocated()
     sum_cross_entropy(hidden, weight, labels)[0].backward()
     grew = torch.cuda.max_memory_allocated() - before
-    assert grew < 4 * tokens * vocabulary / 8, f"{grew / 1e6:.0f} MB"
+    assert grew < 4 * tokens * vocabulary / 6, f"{grew / 1e6:.0f} MB"
 
 
 def test_all_experts_in_one_launch_are_each_by_itself(device):

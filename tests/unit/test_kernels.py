@@ -16,7 +16,7 @@ from duoka.model.kernels import agree_on_kernels, look
 from duoka.model.request import ModelRequest
 from duoka.plan.gpu_packages import why_no_liger
 from duoka.plan.hardware import Gpu, Machine
-from duoka.plan.kernels import LIGER_PARTS, Facts, choose_kernels, kernel_sentences, kernels_json
+from duoka.plan.kernels import LIGER_PARTS, USUAL, Facts, choose_kernels, kernel_sentences, kernels_json
 from duoka.plan.layout import Layout
 from duoka.plan.picture import plan_lines
 from duoka.plan.report import make_plan
@@ -26,6 +26,7 @@ MISSING = "liger-kernel is not installed (pip install 'duoka[gpu]')"
 GPU = Facts(device="cuda", precision="bf16")
 BARE_GPU = replace(GPU, no_liger=dict.fromkeys(LIGER_PARTS, MISSING))
 LAUNCH, SLOPE = "torch, all documents in one launch", "in one kernel over each chunk of logits (Triton)"
+NORM = "one kernel each way (Triton)"
 NARROW = "compiled for this processor"
 
 
@@ -42,16 +43,16 @@ def config(**sections: Any) -> RunConfig:
 
 
 def test_a_gpu_with_all_of_it() -> None:
-    assert by(GPU) == {"attention": LAUNCH, **dict.fromkeys(LIGER_PARTS, "Liger"), "loss": SLOPE}
+    assert by(GPU) == {"attention": LAUNCH, "norm": NORM, **dict.fromkeys(LIGER_PARTS, "Liger"), "loss": SLOPE}
     assert not why(GPU)
 
 
 def test_a_gpu_without_liger_says_how_to_get_it_once() -> None:
     found = by(BARE_GPU)
-    assert [found[part] for part in LIGER_PARTS] == ["torch, in one kernel", "duoka", "duoka"]
+    assert [found[part] for part in LIGER_PARTS] == ["duoka", "duoka"]
     assert kernel_sentences(choose_kernels(BARE_GPU)) == [
-        f"attention: {LAUNCH}; norm: torch, in one kernel; rotation, MLP: duoka; loss: {SLOPE}",
-        f"norm, rotation, MLP: not Liger, because {MISSING}",
+        f"attention: {LAUNCH}; norm: {NORM}; rotation, MLP: duoka; loss: {SLOPE}",
+        f"rotation, MLP: not Liger, because {MISSING}",
     ]
 
 
@@ -87,7 +88,8 @@ def test_products_are_named_where_they_are_not_torchs_own(
         ({"adapters": True, "drops": True}, "dropout", "torch, counted by token", ""),
         ({"no_documents": "it caps its scores"}, "attention", "torch, one call per document", "it caps its scores"),
         ({"no_documents": "it caps its scores", "packing": False}, "attention", "torch", ""),
-        ({"no_triton": "Triton is not installed"}, "loss", "torch, over chunks of logits", "Triton is not installed"),
+        ({"no_triton": {"loss": "no Triton"}}, "loss", "torch, over chunks of logits", "no Triton"),
+        ({"no_triton": {"norm": "no Triton"}}, "norm", "torch, in one kernel", "no Triton"),
         ({"no_plain_loss": "smoothing"}, "loss", "torch, over chunks of logits", "smoothing"),
         ({"own_logits": True}, "loss", "torch, from the model's own logits", ""),
         ({"has": frozenset({"norm"})}, "MLP", "as the model writes it", ""),
@@ -105,11 +107,11 @@ def test_what_a_gpu_goes_without(changes: dict[str, Any], part: str, name: str, 
 def test_a_cpu() -> None:
     narrow = Facts(precision="bf16", adapters=True, drops=True)
     assert by(narrow) == {
-        **dict.fromkeys(("attention", *LIGER_PARTS, "loss", "dropout"), NARROW), "adapters": "duoka",
+        **dict.fromkeys(("attention", "norm", *LIGER_PARTS, "loss", "dropout"), NARROW), "adapters": "duoka",
     }  # fmt: skip
     assert not why(narrow)
     without = replace(narrow, no_native="no C++ compiler")
-    assert set(why(without)) == {"attention", *LIGER_PARTS, "loss", "dropout"}
+    assert set(why(without)) == {"attention", "norm", *LIGER_PARTS, "loss", "dropout"}
     wide = Facts()
     assert by(wide)["rotation"] == "as the model writes it" and by(wide)["norm"] == "duoka" and not why(wide)
     assert by(wide)["attention"] == NARROW
@@ -165,7 +167,7 @@ def test_a_run_looks_at_its_model(tiny_model: Any, monkeypatch: pytest.MonkeyPat
     assert not facts.has and facts.adapters_beside_others
     apply_fused(model.lm)
     facts = look(model, settings, Layout(precision="bf16"), cpu)
-    assert facts.has == set(LIGER_PARTS) and facts.adapters and not facts.own_logits
+    assert facts.has == USUAL and facts.adapters and not facts.own_logits
     assert not facts.adapters_beside_others
     monkeypatch.setattr(native, "why_not", lambda: "no compiler")
     assert look(model, settings, Layout(precision="bf16"), cpu).no_native == "no compiler"
@@ -173,7 +175,8 @@ def test_a_run_looks_at_its_model(tiny_model: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gpu_kernels, "TRIED", gpu_kernels.Tried({"MLP": "", "norm": "other"}))  # type: ignore
     found = look(model, settings, Layout(precision="bf16"), torch.device("cuda", 0))
     assert "torch.bfloat16" in found.no_documents
-    assert found.no_liger == {"norm": "other", "rotation": "not tried", "MLP": ""} and found.no_triton == "not tried"
+    assert found.no_liger == {"rotation": "not tried", "MLP": ""}
+    assert found.no_triton == {"norm": "other", "loss": "not tried"}
     assert look(model, settings, Layout(packing=False), torch.device("cuda", 0)).no_documents == ""
     on_gpu = settings, Layout(precision="bf16"), torch.device("cuda", 0)
     model.core.get_decoder().layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))

@@ -31,7 +31,7 @@ for count, first in ((1, 0), (1024, 7), (3000, 2**33 + 5)):
         alike = float((one == two).float().mean())
         assert alike > 0.99, (count, alike)  # sums in another order move a few over the edge of a chance
         torch.testing.assert_close(one.float(), two.float(), rtol=2**-7, atol=0)
-    assert not theirs[0].equal(weight)
+    assert count == 1 or not theirs[0].equal(weight)
 print("the same")
 """
 

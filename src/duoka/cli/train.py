@@ -237,12 +237,13 @@ def _spec(loaded: Loaded, run: RunFolder, num_processes: int, *arguments: str, *
     """`arguments` are those of `duoka train`; `how` are fields of Spec."""
     from importlib.metadata import version
 
+    from duoka import __version__
     from duoka.cluster.launcher import Spec
     from duoka.config.load import result_values
     from duoka.process.interpreter import python_module
 
     faults = loaded.config.faults
-    versions = {name: version(name) for name in ("duoka", "torch", "transformers")}
+    versions = {"duoka": __version__} | {name: version(name) for name in ("torch", "transformers")}
     return Spec(
         python_module("duoka", "train", *arguments), num_processes, run,
         stop_within_s=faults.stop_within_s, hang_after_s=faults.patience_s,

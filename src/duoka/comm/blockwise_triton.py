@@ -18,21 +18,21 @@ _BIASED = tl.constexpr(8)
 
 
 @triton.jit
-def _scale_of(largest: Any, is_nan: Any, levels: tl.constexpr) -> Any:
+def _scale_of(largest, is_nan, levels: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.where(is_nan > 0, float("nan"), tl.div_rn(largest, tl.full(largest.shape, levels, tl.float32)))
 
 
 @triton.jit
-def _whole(values: Any, divisors: Any) -> Any:
+def _whole(values, divisors):  # type: ignore[no-untyped-def]
     found = tl.div_rn(values, tl.broadcast_to(divisors, values.shape))
     return tl.where(found != found, 0.0, (found + _ROUNDS) - _ROUNDS)
 
 
 @triton.jit
-def _pack(
-    values: Any, numbers: Any, scales: Any, count: Any, num_blocks: Any, row_bytes: Any, row_scales: Any,
-    first_scale: Any, bits: tl.constexpr, block: tl.constexpr, num: tl.constexpr,
-) -> None:  # fmt: skip
+def _pack(  # type: ignore[no-untyped-def]
+    values, numbers, scales, count, num_blocks, row_bytes, row_scales, first_scale,
+    bits: tl.constexpr, block: tl.constexpr, num: tl.constexpr,
+):  # fmt: skip
     row, levels = tl.program_id(0).to(tl.int64), 127 if bits == 8 else 7
     blocks = tl.program_id(1) * num + tl.arange(0, num)
     per_byte: tl.constexpr = 8 // bits
@@ -59,10 +59,10 @@ def _pack(
 
 
 @triton.jit
-def _unpack(
-    numbers: Any, scales: Any, out: Any, count: Any, num_blocks: Any, row_bytes: Any, row_scales: Any,
-    first_scale: Any, bits: tl.constexpr, block: tl.constexpr, num: tl.constexpr,
-) -> None:  # fmt: skip
+def _unpack(  # type: ignore[no-untyped-def]
+    numbers, scales, out, count, num_blocks, row_bytes, row_scales, first_scale,
+    bits: tl.constexpr, block: tl.constexpr, num: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.program_id(1) * num + tl.arange(0, num)
     per_byte: tl.constexpr = 8 // bits

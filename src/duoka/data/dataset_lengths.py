@@ -34,10 +34,11 @@ from duoka.units import Amount, parse_amount
 if TYPE_CHECKING:
     from duoka.data.feed.loader import Samples
     from duoka.data.feed.prompts import PromptRows
+    from duoka.data.feed.text_rows import TextRows
     from duoka.data.prepare import PreparedData
     from duoka.data.tokens.tokenizer import ChatTokenizer
 
-KNOWN_VERSION = 3  # raise it when the same data would give other figures
+KNOWN_VERSION = 4  # raise it when the same data would give other figures
 # Epochs are walked until so many samples were laid out; of more samples, an evenly chosen subset is used.
 _MOST_SAMPLES = 1_000_000
 # Estimates from files: enough for a good guess, little enough to read in a fraction of a second.
@@ -48,6 +49,7 @@ _MOST_DRAWN = 65536
 # writes around each message.
 _BYTES_PER_TOKEN = 4.0
 _TOKENS_PER_MESSAGE = 5
+_ROWS_LOOKED_AT = 64  # of a row of documents, for how long these are
 # So many global batches are looked at for what their samples begin with alike, the first so many tokens of each.
 _BATCHES_LOOKED_AT, _MICRO_TOKENS, _PAIRS_AT_ONCE = 16, 2048, 4
 # Where the model's tokenizer is here, so many samples are cut into tokens, of those that are no longer than this.
@@ -59,6 +61,7 @@ def lengths_of(prepared: PreparedData, config: RunConfig) -> Lengths:
     from duoka.data.feed.loader import laid_lengths
     from duoka.data.feed.prompts import PromptRows
     from duoka.data.feed.stream_source import StreamSource
+    from duoka.data.feed.text_rows import TextRows
 
     train = prepared.train
     if isinstance(train, StreamSource):
@@ -73,8 +76,21 @@ def lengths_of(prepared: PreparedData, config: RunConfig) -> Lengths:
     shared = _find_shared(train, plan) if shares(config) and some.step == 1 else []
     return Lengths(
         "tokenized", len(train), float(train.lengths.mean()), int(laid.max()), tuple(batch),
-        *((sum(shared) / len(shared), min(shared)) if shared else ()),
+        *((sum(shared) / len(shared), min(shared)) if shared else (0.0, 0.0)),
+        document=_document_length(train) if isinstance(train, TextRows) else 0.0,
     )  # fmt: skip
+
+
+def _document_length(rows: TextRows) -> float:
+    """Of the documents in some rows, weighted by their tokens."""
+    some = range(0, len(rows), max(1, len(rows) // _ROWS_LOOKED_AT))
+    return _seen_in([len(part.input_ids) for row in some for part in rows.segments(row)])
+
+
+def _seen_in(lengths: Sequence[int], longest: int = 2**31) -> float:
+    """How long a token's own document is, on average: longer ones have more tokens."""
+    cut = [min(length, longest) for length in lengths]
+    return sum(length**2 for length in cut) / max(1, sum(cut))
 
 
 def _find_shared(train: Samples, plan: EpochPlan) -> list[float]:
@@ -199,7 +215,7 @@ def guess_lengths(config: RunConfig, sets: list[ResolvedSet], tokenizer: ChatTok
         total -= round(config.data.eval * total)
     if config.stage.kind.reads_text or any(found.form.kind == "text" for found in sets):
         rows = None if total is None else max(1, round(total * mean / longest))
-        return Lengths("sampled", rows, float(longest), longest)
+        return Lengths("sampled", rows, float(longest), longest, document=_seen_in(guessed, longest))
     if config.stage.kind.draws:  # each prompt is answered at whatever length; no more than this is known
         return Lengths("sampled", None if total is None else max(1, round(total)), float(longest), longest)
     cut = [min(longest, length) for length in guessed]

@@ -62,7 +62,7 @@ def use_own_experts(model: torch.nn.Module) -> None:
 def find_experts(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, module) of the experts of each layer whose computation transformers lets us choose."""
     for name, module in model.named_modules():
-        if hasattr(module, "_is_expert_parallel") and hasattr(module, "has_gate"):
+        if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
             yield name, module
 
 
@@ -118,7 +118,8 @@ def compute_experts(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> to
         if name == first:
             out = module._apply_gate(out) if module.has_gate else module.act_fn(out)
     out = out if own is None else out[own]
-    return module.post_expert_norm(out) if module.has_post_expert_norm else out  # type: ignore[no-any-return]
+    has_norm = getattr(module, "has_post_expert_norm", False)  # transformers 5.17 knows no such experts
+    return module.post_expert_norm(out) if has_norm else out  # type: ignore[no-any-return]
 
 
 @functools.cache

@@ -132,7 +132,7 @@ def _forward_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def norm_on_gpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Liger's kernel or torch's, as wide as the input; under autocast its answer is narrow at once.
+    """Duoka's kernel or torch's; under autocast the answer is narrow at once.
 
     Autocast would widen a narrow input, and leave it to every projection behind the norm to cast the same numbers again
     and to keep its own copy of them.
@@ -140,7 +140,7 @@ def norm_on_gpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tens
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     with torch.autocast("cuda", enabled=False):
         if gpu_kernels.takes("norm", x, weight):
-            return gpu_kernels.norm(x, weight.to(x.dtype), eps).to(dtype)
+            return gpu_kernels.norm(x, weight, eps, dtype)
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(dtype)
 
 

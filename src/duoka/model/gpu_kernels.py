@@ -1,4 +1,4 @@
-"""On a GPU: one kernel for what torch does in several, Liger's (`duoka[gpu]`) and, for the loss, duoka's in Triton.
+"""On a GPU: one kernel for what torch does in several, Liger's (`duoka[gpu]`), or duoka's in Triton: norms, the loss.
 
 Nothing here is used before `try_all` has compared it with torch's form on this device, in this precision and at the
 model's own widths; what answers otherwise, or not at all, is left, and the banner says why (plan/kernels.py has the
@@ -24,9 +24,15 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from duoka.plan.gpu_packages import why_no_liger, why_no_triton
+from duoka.plan.kernels import TRITON_PARTS
 
 Part = Literal["norm", "rotation", "MLP", "loss"]
 PARTS: tuple[Part, ...] = ("norm", "rotation", "MLP", "loss")
+_MODULES = {
+    "RmsNorm": "duoka.model.norm_triton",
+    "LigerRopeFunction": "liger_kernel.ops.rope",
+    "LigerSiLUMulFunction": "liger_kernel.ops.swiglu",
+}
 OTHER_RANK = "another rank does without"
 _NOT_TRIED = "not tried"
 _ROWS = 5
@@ -81,13 +87,19 @@ def forget() -> None:
 
 
 @functools.cache
-def liger_function(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+def _function(module: str, name: str) -> Any:
+    """Imported where it is first called: not every machine has it."""
+    return getattr(importlib.import_module(module), name)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x * weight / rms(x), as wide as x. Not in place: others may add to the gradient that comes."""
-    answer: torch.Tensor = liger_function("rms_norm", "LigerRMSNormFunction").apply(x, weight, eps, 0.0, "llama", False)
+def find_function(name: str) -> Any:
+    """An autograd function of Liger's or duoka's, by its name."""
+    return _function(_MODULES[name], name)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """x * weight / rms(x), rounded once to `dtype`."""
+    answer: torch.Tensor = find_function("RmsNorm").apply(x, weight, eps, dtype)
     return answer
 
 
@@ -95,13 +107,13 @@ def rotate(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As rotary.rotate, over query and key themselves, by the first half of each table."""
-    turned = liger_function("rope", "LigerRopeFunction").apply(query, key, cos, sin)
+    turned = find_function("LigerRopeFunction").apply(query, key, cos, sin)
     return turned[0], turned[1]
 
 
 def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up; the backward pass writes over both."""
-    answer: torch.Tensor = liger_function("swiglu", "LigerSiLUMulFunction").apply(gate, up)
+    answer: torch.Tensor = find_function("LigerSiLUMulFunction").apply(gate, up)
     return answer
 
 
@@ -135,7 +147,7 @@ def try_all(
     # In a thread of its own: what a recomputed layer records of its operations must not hold those of a trial.
     with ThreadPoolExecutor(1) as aside:
         for part in parts:
-            missing = why_no_triton() if part == "loss" else why_no_liger()
+            missing = why_no_triton() if part in TRITON_PARTS else why_no_liger()
             TRIED.why[part] = missing or aside.submit(try_part, TRIALS[part], device, dtype, sizes).result()
     return why_not()
 
@@ -198,7 +210,7 @@ def _compare(ours: Callable[..., Any], plain: Callable[..., Any], inputs: list[t
 def _try_norm(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> None:
     for shape in ((1, _ROWS, sizes.hidden), (1, _ROWS, sizes.heads, sizes.head_dim)):
         x, weight = _draw(device, dtype, *shape), _draw(device, dtype, shape[-1])
-        _compare(lambda a, w: norm(a, w, 1e-5), lambda a, w: F.rms_norm(a, w.shape, w, 1e-5), [x, weight])
+        _compare(lambda a, w: norm(a, w, 1e-5, a.dtype), lambda a, w: F.rms_norm(a, w.shape, w, 1e-5), [x, weight])
 
 
 def _try_rotation(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> None:

@@ -21,7 +21,7 @@ from duoka.model.fused import fused_parts
 from duoka.model.layers import Absent
 from duoka.model.one_document import has_flash
 from duoka.model.onednn_products import use_onednn
-from duoka.plan.kernels import BENT, LIGER_PARTS, USUAL, Facts, why_no_plain_loss
+from duoka.plan.kernels import BENT, LIGER_PARTS, TRITON_PARTS, USUAL, Facts, why_no_plain_loss
 from duoka.plan.layout import Layout
 from duoka.plan.prefixes import may_share
 from duoka.plan.shape import ModelShape
@@ -70,8 +70,8 @@ def look(bare: Any, config: RunConfig, layout: Layout, device: torch.device) -> 
     if device.type == "cuda":
         why = {str(part): why for part, why in gpu_kernels.why_not().items()}
         launch = why_no_launch(find_core(bare), layout, device)
-        liger = {part: why[part] for part in LIGER_PARTS}
-        return replace(facts, no_documents=launch, no_liger=liger, no_triton=why["loss"])
+        liger, own = ({part: why[part] for part in parts} for parts in (LIGER_PARTS, TRITON_PARTS))
+        return replace(facts, no_documents=launch, no_liger=liger, no_triton=own)
     by_onednn = layout.precision == "fp32" and use_onednn()
     return replace(facts, no_native=native.why_not(), by_onednn=by_onednn)
 

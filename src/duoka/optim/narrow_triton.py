@@ -5,8 +5,6 @@ Imported where numbers lie on a GPU and Triton is there, which torch brings for 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,7 @@ _SECOND = tl.constexpr(0x94D049BB133111EB - 2**64)
 
 
 @triton.jit
-def _rounded_at_random(values: Any, noise: Any) -> Any:
+def _rounded_at_random(values, noise):  # type: ignore[no-untyped-def]
     bits = values.to(tl.int32, bitcast=True)
     is_finite = (bits & 0x7F800000) != 0x7F800000
     narrow = (bits + tl.where(is_finite, noise.to(tl.int32), 0)) & -65536
@@ -27,10 +25,10 @@ def _rounded_at_random(values: Any, noise: Any) -> Any:
 
 
 @triton.jit(do_not_specialize=["count", "first", "key"])
-def _update(
-    weight: Any, grad: Any, average: Any, square: Any, count: Any, first: Any, key: Any, lr: Any, beta1: Any,
-    beta2: Any, eps: Any, decay: Any, first_scale: Any, second_scale: Any, size: tl.constexpr,
-) -> None:  # fmt: skip
+def _update(  # type: ignore[no-untyped-def]
+    weight, grad, average, square, count, first, key, lr, beta1, beta2, eps, decay, first_scale, second_scale,
+    size: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     exists = at < count
     hashes = key + (first + at) * _STEP

@@ -17,8 +17,9 @@ from duoka.plan.prefixes import may_share, why_no_sharing
 from duoka.plan.recipe import Work
 from duoka.plan.sizes import ModelShape
 
-LIGER_PARTS = ("norm", "rotation", "MLP")
-USUAL = frozenset(LIGER_PARTS)
+LIGER_PARTS = ("rotation", "MLP")
+TRITON_PARTS = ("norm", "loss")  # in kernels of duoka's own
+USUAL = frozenset(("norm", *LIGER_PARTS))
 _WIDE = ("attention", "dropout")  # of the compiled parts, those that know fp32 too
 BENT = "the model scales its logits, or caps them"
 
@@ -45,7 +46,7 @@ class Facts:
     no_sharing: str = ""  # of what they begin with
     no_documents: str = ""  # attention over all documents of a packed row in one launch, on a GPU
     no_liger: Mapping[str, str] = field(default_factory=dict)  # by part; a part that is not named is there
-    no_triton: str = ""  # the loss's slope in one kernel of duoka's, on a GPU
+    no_triton: Mapping[str, str] = field(default_factory=dict)  # of duoka's own kernels, on a GPU; likewise
 
 
 class Way(NamedTuple):
@@ -102,7 +103,13 @@ def _documents(facts: Facts) -> str | None:
 
 
 def _slope(facts: Facts) -> str | None:
-    return (facts.no_plain_loss or facts.no_triton) if facts.device == "cuda" and not facts.own_logits else None
+    if facts.device != "cuda" or facts.own_logits:
+        return None
+    return facts.no_plain_loss or facts.no_triton.get("loss", "")
+
+
+def _norm(facts: Facts) -> str | None:
+    return facts.no_triton.get("norm", "") if facts.device == "cuda" and "norm" in facts.has else None
 
 
 def _when(condition: Callable[[Facts], bool], why: str | None = None) -> Callable[[Facts], str | None]:
@@ -132,8 +139,8 @@ TABLE: Mapping[str, tuple[Way, ...]] = {
         Way("computed in each sample", _when(lambda facts: True)),
     ),
     "norm": (
-        _COMPILED, _liger("norm"), _fused("norm", "torch, in one kernel", "cuda"), _native("norm"),
-        _fused("norm", "duoka", "cpu"), _AS_WRITTEN,
+        _COMPILED, Way("one kernel each way (Triton)", _norm), _fused("norm", "torch, in one kernel", "cuda"),
+        _native("norm"), _fused("norm", "duoka", "cpu"), _AS_WRITTEN,
     ),
     "rotation": (
         _COMPILED, _liger("rotation"), _fused("rotation", "duoka", "cuda"), _native("rotation"), _AS_WRITTEN,
@@ -244,5 +251,5 @@ def expected(config: RunConfig, work: Work, layout: Layout, machine: Machine) ->
         no_documents=wide
         or ("" if work.has_flash else "its kernel asks for a GPU of compute capability 8 (Ampere) or more"),
         no_liger=dict.fromkeys(LIGER_PARTS, machine.no_liger) if machine.no_liger else {},
-        no_triton=machine.no_triton,
+        no_triton=dict.fromkeys(TRITON_PARTS, machine.no_triton) if machine.no_triton else {},
     )

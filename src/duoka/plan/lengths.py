@@ -28,6 +28,7 @@ class Lengths:
     batch: tuple[int, ...] = ()
     shared: float = 0.0  # of a micro-batch's tokens: others of it begin with the same ones, and they are computed once
     least_shared: float = 0.0  # of some micro-batches that were looked at, the least
+    document: float = 0.0  # of rows that hold several: how long is what a token's attention sees, on average; 0: rows
 
     def sentence(self, shared: float = 0.0) -> str:
         """Where the figures come from, as a plan says it; `shared`: as this, where the run computes prefixes once."""
@@ -47,8 +48,9 @@ class Lengths:
 
     def cut(self, max_length: int) -> Lengths:
         """With samples cut at that length."""
-        mean, longest = min(self.mean, max_length), min(self.longest, max_length)
-        return replace(self, mean=mean, longest=longest, batch=tuple(min(size, max_length) for size in self.batch))
+        mean, longest, document = (min(one, max_length) for one in (self.mean, self.longest, self.document))
+        batch = tuple(min(size, max_length) for size in self.batch)
+        return replace(self, mean=mean, longest=int(longest), batch=batch, document=document)
 
     def doubled(self, max_length: int) -> Lengths:
         """If a look into the files was wrong by a factor of two, as it may be with unusual text or vocabularies."""
@@ -66,8 +68,8 @@ class Lengths:
         basis: Basis = "tokenized" if raw["basis"] in ("tokenized", "tokenised") else "sampled"
         number = None if raw["num_samples"] is None else int(raw["num_samples"])
         batch = tuple(int(length) for length in raw["batch"])
-        shared = (float(raw.get(name, 0.0)) for name in ("shared", "least_shared"))
-        return cls(basis, number, float(raw["mean"]), int(raw["longest"]), batch, *shared)
+        others = (float(raw.get(name, 0.0)) for name in ("shared", "least_shared", "document"))
+        return cls(basis, number, float(raw["mean"]), int(raw["longest"]), batch, *others)
 
 
 @dataclass(frozen=True)

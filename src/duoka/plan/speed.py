@@ -40,6 +40,7 @@ class Rates:
     # Share of the data sheet's peak that matrix products of training reach, by generation. ampere: fitted to the rows
     # of published.csv that are marked `fit`; hopper: between two public figures (MPT-7B at 46.4% and Llama-3-8B at
     # 33.7% MFU on 8 H100); others: ampere's ratio of training to best product, times their best published product.
+    # A card by its name: measured in runs of duoka on it (benchmarks/gpu.md).
     matmul: Mapping[str, float]
     # Attention kernels are further from the peak than plain products, the more so on newer cards.
     attention: Mapping[str, float]
@@ -53,7 +54,7 @@ class Rates:
 RATES = Rates(
     matmul={
         "volta": 0.60, "turing": 0.50, "ampere": 0.75, "ada": 0.75, "hopper": 0.53, "blackwell": 0.55,
-        "blackwell-rtx": 0.65, "cdna2": 0.40, "cdna3": 0.40, "cpu": 0.80,
+        "blackwell-rtx": 0.65, "cdna2": 0.40, "cdna3": 0.40, "cpu": 0.80, "H200-141G": 0.66,
     },
     attention={"ampere": 0.35, "hopper": 0.30, "cpu": 0.36},
 )  # fmt: skip
@@ -229,7 +230,8 @@ def _matmul_share(work: Work, layout: Layout, cluster: Cluster, tokens: float, r
     reached = 0.0 if layout.precision == "fp32" else device.half_frozen if work.lora else device.half_trained
     if reached:
         measured = min(measured, reached / device.half_flops)
-    best = measured if device.measured else rates.matmul.get(device.generation, 0.5)
+    fitted = rates.matmul.get(device.name) or rates.matmul.get(device.generation, 0.5)
+    best = measured if device.measured else fitted
     best *= device.threads_share
     return best / (1 + rates.half_tokens / max(1.0, tokens)) if device.kind == "cuda" else best
 

@@ -32,8 +32,13 @@ class Task:
 
     @property
     def length(self) -> float:
-        """That attention sees, on average."""
+        """Of a sample, on average."""
         return self.lengths.mean if self.lengths else float(self.max_length)
+
+    @property
+    def seen(self) -> float:
+        """How long is what attention sees: a sample, or of a row of documents one of them."""
+        return (self.lengths.document if self.lengths else 0.0) or self.length
 
     @property
     def tokens_per_step(self) -> float:
@@ -119,4 +124,4 @@ def load_of(task: Task, layout: Layout) -> Load:
     if task.fixed_rows:  # computed to their end, filled or not
         tokens = float(rows_at_once(layout.micro, task.max_length) * task.max_length)
     varies = task.lengths is not None and bool(task.lengths.batch) and not task.fixed_rows
-    return Load(number, tokens, min(task.length, tokens), task.tokens_per_step, varies, task.shared(layout)[0])
+    return Load(number, tokens, min(task.seen, tokens), task.tokens_per_step, varies, task.shared(layout)[0])

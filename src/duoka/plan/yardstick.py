@@ -28,5 +28,5 @@ def yardstick_of(task: Task, layout: Layout, cluster: Cluster) -> Yardstick:
     # Ranks of a node share its CPU: that is one device, however many ranks there are.
     count = cluster.num_nodes if device.kind == "cpu" else cluster.num_devices
     is_known = device.kind != "cpu" or device.measured
-    flops = model_flops_per_token(task.work, round(task.length))
+    flops = model_flops_per_token(task.work, round(task.seen))
     return Yardstick(flops, device.peak_flops(layout.precision) * count if is_known else None)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from duoka.comm.world import World
@@ -215,10 +216,12 @@ def _sum_up(
         phases = {"rollouts": phases.pop("data"), **phases}
     modules, operators = [], []
     for event in events:
+        # A GPU has ranges of its own for modules; its kernels are told twice, by themselves and by their operators.
+        is_gpus = event.device_type != DeviceType.CPU
         if event.key.startswith(_MODULE):
             used = event.device_time_total if on_gpu else event.cpu_time_total
-            modules.append((event.key.removeprefix(_MODULE), used, event.count))
-        elif event.key != _PASS and not event.key.startswith("ProfilerStep"):
+            modules += [(event.key.removeprefix(_MODULE), used, event.count)] if is_gpus == on_gpu else []
+        elif event.key != _PASS and not is_gpus and not event.key.startswith("ProfilerStep"):
             used = event.self_device_time_total if on_gpu else event.self_cpu_time_total
             operators.append((event.key, used, event.count))
     return StepProfile(
