@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 from commands import run_duoka
@@ -105,3 +106,28 @@ def test_two_ranks_leave_two_traces_and_one_page(yaml, tmp_path):
     assert "wait" in out and "self_attn" in out
     names = sorted(path.name for path in (tmp_path / "seen").iterdir())
     assert names == ["profile.json", "trace-rank00000.json.gz", "trace-rank00001.json.gz"]
+
+
+def test_a_gpus_kernels_are_counted_once():
+    """torch tells them by themselves, and as their operators' time; ranges of modules come from host and GPU."""
+    from torch.autograd import DeviceType
+
+    from duoka.train.profile import rows_of
+
+    def event(key, on_gpu, device_us, own_us):
+        kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+        return SimpleNamespace(
+            key=key, device_type=kind, device_time_total=device_us, self_device_time_total=own_us, count=2,
+            cpu_time_total=7.0, self_cpu_time_total=7.0,
+        )  # fmt: skip
+
+    events = [
+        event("aten::mm", False, 60.0, 60.0), event("nvjet_kernel", True, 60.0, 60.0),
+        event("aten::linear", False, 60.0, 0.0), event("Command Buffer Full", True, 99.0, 99.0),
+        event("module: mlp", False, 80.0, 0.0), event("module: mlp", True, 70.0, 70.0),
+    ]  # fmt: skip
+    modules, operators = rows_of(events, 1, on_gpu=True)
+    assert [(row.name, row.seconds) for row in modules] == [("mlp", pytest.approx(70e-6))]
+    assert [(row.name, row.share) for row in operators] == [("aten::mm", 1.0), ("aten::linear", 0.0)]
+    modules, operators = rows_of(events[::2], 1, on_gpu=False)
+    assert [row.name for row in modules] == ["mlp"] and len(operators) == 2

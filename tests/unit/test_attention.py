@@ -251,3 +251,25 @@ def test_heads_whose_values_are_smaller_than_keys_keep_no_scores(dtype):
     for name, one in wanted.items():
         error = float((found[name].grad - one.grad).norm() / one.grad.norm())
         assert error < limit, f"{name}: {error}"
+
+
+def test_a_kernel_that_does_not_ask_about_shared_keys_is_used_too(monkeypatch):
+    """torch 2.11's; its own shares them, which the trial sees."""
+    import torch.nn.attention.varlen as theirs
+
+    import duoka.model.attention as room
+
+    asked = []
+
+    def varlen_attn(query, key, value, *edges, scale=None, window_size=(-1, -1)):
+        asked.append((scale, window_size))
+        return query
+
+    monkeypatch.setattr(theirs, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(room, "_VARLEN", {})
+    heads = torch.randn(3, 2, 4)
+    assert room.find_varlen()(heads, heads, heads, scale=0.5, window_size=(-1, 0), enable_gqa=True) is heads
+    assert asked == [(0.5, (-1, 0))]
+    monkeypatch.setattr(theirs, "varlen_attn", lambda query, key, value: query)
+    monkeypatch.setattr(room, "_VARLEN", {})
+    assert room.find_varlen() is None, "older ones know no scale"

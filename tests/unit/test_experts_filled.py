@@ -65,3 +65,19 @@ def test_products_in_fp32_get_no_rows(monkeypatch):
     monkeypatch.setattr(F, "linear", lambda a, b: seen.append(len(a)) or linear(a, b))
     learn(module, torch.randn(sum(ROWS), 16), torch.randn(sum(ROWS), 16), torch.float32)
     assert seen == ROWS[1:] * 2
+
+
+@pytest.mark.parametrize("family", list(MODELS))
+def test_experts_of_older_transformers_are_found_too(family):
+    """Release 5.17 tells neither of expert parallelism nor of a norm behind experts."""
+    module, dice = build_experts(family), torch.Generator().manual_seed(1)
+    rows, slope = (torch.randn(sum(ROWS), 16, generator=dice) for _ in range(2))
+    want = learn(module, rows, slope, torch.float32)
+    for name in ("_is_expert_parallel", "has_post_expert_norm"):
+        module.__dict__.pop(name)
+
+    from duoka.model.experts import find_experts
+
+    assert [one for _, one in find_experts(module)] == [module]
+    for one, two in zip(learn(module, rows, slope, torch.float32), want, strict=True):
+        assert torch.equal(one, two)

@@ -141,3 +141,18 @@ def test_a_run_that_goes_on_over_a_faster_cable_keeps_what_it_began_with():
     kept = with_layout(fast, config, slow.layout)
     assert kept.layout == slow.layout and kept.batch == slow.batch and kept.memory == slow.memory
     assert kept.reasons["train.micro_batch"].endswith("as when the run began")
+
+
+def test_a_gpu_that_would_wait_for_its_host_takes_more_at_once():
+    def plan(shape, **train):
+        cluster = parse_cluster("H200")
+        facts = {"data": {"train": ["x"], "max_length": 2048}, "train": {"global_batch": "131072 tokens", **train}}
+        config = RunConfig.model_validate({"model": "demo", **facts})
+        return make_plan(config, shape, cluster.machine(), 1, local_size=1, cluster=cluster)
+
+    small, large = plan(demo_shape()), plan(shape_from_parameters(3_000_000_000))
+    assert large.layout.micro.count == 16384 < small.layout.micro.count
+    assert "fewer launches of kernels a step" in small.reasons["train.micro_batch"]
+    fixed = plan(demo_shape(), micro_batch="16384 tokens")
+    assert "launches kernels" in fixed.speed.limit and fixed.speed.parts["launches"] > 0.5 * fixed.speed.step_s
+    assert small.speed.tokens_per_s > 2 * fixed.speed.tokens_per_s

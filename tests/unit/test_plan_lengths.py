@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,10 +13,11 @@ import yaml
 from duoka.config.schema import RunConfig, StageConfig, TrainConfig
 from duoka.data.dataset_lengths import find_lengths, lengths_of, remember_lengths
 from duoka.data.feed.epoch_plan import EpochPlan, share_batch
+from duoka.data.feed.text_rows import TextRows
 from duoka.data.read.example import Example, Message
 from duoka.data.tokens.template import Sample, encode
 from duoka.data.tokens.tokenizer import load_tokenizer
-from duoka.plan.hardware import Machine
+from duoka.plan.hardware import Gpu, Machine
 from duoka.plan.layout import Layout
 from duoka.plan.lengths import Lengths, Rows, tokens_at_once, tokens_later
 from duoka.plan.recipe import Work
@@ -171,3 +173,21 @@ def test_a_run_that_ends_within_its_first_epoch_comes_to_fewer_samples(more, use
     assert Lengths("tokenized", 300, 100.0, 200).num_used(train) == used
     in_tokens = train.model_copy(update={"global_batch": "800 tokens"})
     assert Lengths("tokenized", 300, 100.0, 200).num_used(in_tokens) == used
+
+
+def test_attention_of_packed_text_sees_its_documents_and_no_whole_row(place):
+    """Known of rows that were laid out, and guessed from a look into the files; MFU counts so too."""
+    folder, config = place
+    config = config.model_copy(update={"stage": StageConfig(name="pretrain")})
+    lengths = np.array([400, 10, 100, 90] * 50, np.int32)
+    store = type("Store", (), {"__len__": lambda self: len(lengths)})()
+    store.lengths, store.num_targets, store.fingerprint = lengths, lengths - 1, "f"
+    store.sample = lambda at: Sample(np.zeros(lengths[at], np.int32), np.ones(lengths[at], bool))
+    found = lengths_of(SimpleNamespace(train=TextRows(store, config.data.max_length)), config)
+    assert found.mean > 500 and 150 < found.document < (400**2 + 10**2 + 100**2 + 90**2) / 600
+    assert 0 < find_lengths(config, folder).document < found.mean
+    gpu = Machine(8, 2**38, 2**37, gpus=(Gpu("H200", 141 * GIB, 140 * GIB, 9.0),))
+    plans = [make_plan(config, demo_shape(), gpu, 1, lengths=one) for one in (found, replace(found, document=0.0))]
+    assert plans[0].speed.parts["attention"] < plans[1].speed.parts["attention"] / 2
+    flops = [plan.to_json()["compute"]["flops_per_token"] for plan in plans]
+    assert flops[0] < flops[1]

@@ -8,7 +8,6 @@ On CUDA in half precision all documents go in one launch. For training only: it 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
@@ -285,9 +284,17 @@ def attend_all_documents(
     return out[..., :dim].unsqueeze(0)  # of (tokens, heads, dim)
 
 
-@functools.cache
+_VARLEN: dict[str, Any] = {}  # a table, not a cached function: of that compilers warn, and trace what it does
+
+
 def find_varlen() -> Any:
     """torch's flash attention over documents of any length, where this torch has it as we call it."""
+    if "kernel" not in _VARLEN:
+        _VARLEN["kernel"] = _look_for_varlen()
+    return _VARLEN["kernel"]
+
+
+def _look_for_varlen() -> Any:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

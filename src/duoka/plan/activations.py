@@ -232,7 +232,8 @@ def loss_bytes(work: Work, layout: Layout, share: ModelShare, tokens: int) -> tu
     tp = layout.tp if work.deepspeed is None else 1  # AutoTP's ranks each have the whole head
     row_gradient = size * tokens * shape.hidden_size
     rows = min(tokens, LOSS_CHUNK_ROWS) if work.device == "cpu" else tokens
-    narrow = is_narrow(work, layout) and not shape.bent_logits and tp == 1
+    by_triton = work.device == "cuda" and work.has_kernels and half
+    narrow = (is_narrow(work, layout) or by_triton) and not shape.bent_logits and tp == 1
     chunk = min((2 if narrow else 4) * rows * shape.vocab_size // tp, LOSS_CHUNK_BYTES[work.device])
     # Beside the logits: their half-precision form, and a soft cap's slope.
     chunk += (chunk // 2 if half and not narrow else 0) + (chunk if shape.bent_logits else 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from duoka.config.schema import GRAPHS
 from duoka.plan.catalog import Cluster
 from duoka.plan.heap import INSTALL
 from duoka.plan.layout import Layout
@@ -46,10 +45,6 @@ def advice(
         )
     if work.device == "cpu" and not work.has_allocator:
         found += _about_the_heap(layout)
-    if layout.compile == GRAPHS:
-        found.append(
-            f"train.compile: {GRAPHS} is planned as if launches took no time, and has not been measured on a GPU"
-        )
     if layout.axes:
         one_copy = layout.tp * layout.pp * layout.sp
         nodes = -(-one_copy // cluster.per_node)

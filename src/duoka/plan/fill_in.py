@@ -22,7 +22,7 @@ from duoka.units import Amount, format_bytes, parse_amount
 # More tokens at once make no CPU faster, they only hold more activations. Measured with 8 layers of SmolLM2-135M, full
 # fine-tuning, tokens per CPU second at 256, 512, 1,024, 2,048 and 4,096 tokens: 206, 212, 239, 255, 253.
 CPU_TOKENS = 2048
-# A GPU is kept busy by this many tokens even with small models; beyond it only memory grows.
+# A GPU is kept busy by this many tokens; more pay only where its host takes longer to launch kernels than they take.
 GPU_TOKENS = 16384
 # The rest is a margin for what an estimate misses: kernels' workspaces, fragmentation, other programs.
 MEMORY_SHARE = 0.6
@@ -132,7 +132,8 @@ def _choose_micro(place: _Place, layout: Layout) -> tuple[Layout, str]:
             break
     if tokens >= cap and layout.pp == 1 and (more := _more_at_once(place, rung)) != rung:
         times = place.tokens_per_s(more) / place.tokens_per_s(rung)
-        return more, f"fewer exchanges a step, {times:.2g} times as fast as with {rung.micro}"
+        fewer = "exchanges" if layout.strategy in EXCHANGE_OFTEN and layout.dp > 1 else "launches of kernels"
+        return more, f"fewer {fewer} a step, {times:.2g} times as fast as with {rung.micro}"
     if tokens == longest and longest >= cap:
         return rung, f"{longest_words}, which is at least the {cap:,} that keep the device busy"
     if tokens == cap:
@@ -151,8 +152,9 @@ def _even_rows(task: Task, layout: Layout) -> Layout:
 
 
 def _more_at_once(place: _Place, layout: Layout) -> Layout:
-    """Twice as many tokens, and again, as long as fewer exchanges are worth it."""
-    while layout.strategy in EXCHANGE_OFTEN and place.num_micro(layout) > 1:
+    """Twice as many tokens, and again, as long as fewer exchanges, or launches of a GPU's kernels, are worth it."""
+    costs_each = layout.strategy in EXCHANGE_OFTEN or place.task.work.device == "cuda"
+    while costs_each and place.num_micro(layout) > 1:
         twice = replace(layout, micro=Amount(2 * layout.micro.count, "tokens"))
         is_faster = place.tokens_per_s(twice) >= WORTH_IT * place.tokens_per_s(layout)
         if not is_faster or not place.has_margin(twice):

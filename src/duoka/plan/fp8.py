@@ -1,6 +1,6 @@
 """What 8-bit products change in a plan: which weights have them, and what rounding reads and writes.
 
-Counted from model/fp8.py, operator by operator. No figure of it has been measured on a GPU yet.
+Counted from model/fp8.py, operator by operator. Of a 1B model on an H200 it is too fast by 31% (benchmarks/gpu.md).
 """
 
 from __future__ import annotations

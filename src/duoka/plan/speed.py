@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from duoka.plan import deepspeed
 from duoka.plan.activations import activation_bytes_per_token, has_own_attention, is_narrow
@@ -72,6 +72,7 @@ OPTIMIZER_BYTES = 28  # read and written per parameter by AdamW: weight, gradien
 PCIE_BYTES_PER_S = 12e9  # to host memory and back
 RANGE = (0.75, 1.35)
 EACH = "per micro-batch"  # the part of a step that does not grow with its tokens
+LAUNCHES = "launches"  # while a GPU waits for its host
 
 
 @dataclass(frozen=True)
@@ -162,27 +163,54 @@ def _moving_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load) ->
     return disk_seconds(kept, cluster) if layout.activations == "disk" else kept / PCIE_BYTES_PER_S
 
 
-def estimate_speed(work: Work, layout: Layout, cluster: Cluster, load: Load, *, rates: Rates = RATES) -> Speed:
-    """Seconds of one optimizer step of the slowest rank."""
-    device = cluster.device
-    cores = cluster.per_node if device.kind == "cpu" else 1  # CPU ranks of a node share it
+class _Passes(NamedTuple):
+    """Seconds of one micro-batch's passes; how often its products and its attention are computed in both."""
+
+    matmul: float
+    attention: float
+    forward: float
+    backward: float
+    again: float
+    waiting: float  # of both, while a GPU waits for its host
+    products: float
+    attentions: float
+    products_again: float
+
+
+def _passes(work: Work, layout: Layout, cluster: Cluster, load: Load, rates: Rates) -> _Passes:
     matmul_s, attention_s, touch_s = _pass_seconds(work, layout, cluster, load, rates)
-    forward = max(matmul_s + attention_s + touch_s, launch_s(work, layout, device.kind))
+    busy, launching = matmul_s + attention_s + touch_s, launch_s(work, layout, cluster.device.kind)
+    forward = max(busy, launching)
     # Of a pipeline, the stage that learns is waited for.
     double, passed = (2.0, 1.0) if work.train_only and layout.pp > 1 else backward_shares(work)
     products_again, attention_again = (passed * part for part in _computed_again(work, layout))
     again = products_again * forward
     if layout.recompute == "selective":  # operators: products that are kept, and what lies between them
         again = passed * attention_s if attention_again else passed * touch_s + products_again * matmul_s
-    backward = double * matmul_s + passed * (ATTENTION_BACKWARD * attention_s + touch_s * TOUCHES_BACKWARD)
-    backward = max(backward, launch_s(work, layout, device.kind) * 2 * passed)
+    busy_back = double * matmul_s + passed * (ATTENTION_BACKWARD * attention_s + touch_s * TOUCHES_BACKWARD)
+    backward = max(busy_back, 2 * passed * launching)
+    return _Passes(
+        matmul_s, attention_s, forward, backward, again,
+        waiting=(forward - busy) * (1 + work.looks) + backward - busy_back,
+        products=1 + double + products_again + work.looks,
+        attentions=1 + ATTENTION_BACKWARD * passed + attention_again + work.looks,
+        products_again=products_again,
+    )  # fmt: skip
+
+
+def estimate_speed(work: Work, layout: Layout, cluster: Cluster, load: Load, *, rates: Rates = RATES) -> Speed:
+    """Seconds of one optimizer step of the slowest rank."""
+    device = cluster.device
+    cores = cluster.per_node if device.kind == "cpu" else 1  # CPU ranks of a node share it
+    passes = _passes(work, layout, cluster, load, rates)
+    matmul_s, attention_s, forward, backward, again = passes[:5]
     exchanges = traffic(
         work, layout, cluster.per_node, accumulation=max(1, round(load.accumulation)), tokens=round(load.computed)
     )  # fmt: skip
     count = load.accumulation
     share = shares(work, layout)[0]
     compute = count * (forward * (1 + work.looks) + backward + again)
-    each = micro_batches_s(work, layout, cluster, count, products_again + work.looks, load.varies)
+    each = micro_batches_s(work, layout, cluster, count, passes.products_again + work.looks, load.varies)
     exposed, whole = _exposed(exchanges, cluster, layout, count, forward, backward + again, work.shape.num_layers)
     later = _weights_seconds(work, matmul_s)
     times = PassTimes(forward * (1 + work.looks), backward + again - later, later)
@@ -195,16 +223,18 @@ def estimate_speed(work: Work, layout: Layout, cluster: Cluster, load: Load, *, 
     disk = max(0.0, disk_seconds(moved, cluster) - optimizer)  # it reads and writes while others are updated
     moving = max(0.0, _moving_seconds(work, layout, cluster, load) - compute)  # beside both passes
     parts = {
-        "matrix products": count * matmul_s * (1 + double + products_again + work.looks),
-        "attention": count * attention_s * (1 + ATTENTION_BACKWARD * passed + attention_again + work.looks),
+        "matrix products": count * matmul_s * passes.products,
+        "attention": count * attention_s * passes.attentions,
         "exchange": exposed,
         "pipeline bubble": waits,
         "optimizer": optimizer,
         "disk": disk,
         "moving activations": moving,
         EACH: each,
+        LAUNCHES: count * passes.waiting,
     }
-    parts["memory traffic"] = max(0.0, compute - parts["matrix products"] - parts["attention"])
+    others = parts["matrix products"] + parts["attention"] + parts[LAUNCHES]
+    parts["memory traffic"] = max(0.0, compute - others)
     step = compute + each + exposed + waits + optimizer + disk + moving
     flops = model_flops_per_token(work, round(load.length)) * load.tokens_per_step * (1 - load.shared)
     peak = device.peak_flops(layout.precision) * cluster.num_devices / cores
@@ -355,6 +385,9 @@ def _limit(parts: Mapping[str, float], exchanges: tuple[Exchange, ...], cluster:
         return "the pipeline's bubble: more micro-batches per step help"
     if largest == "disk":
         return "the disk, where the optimizer's state lies"
+    if largest == LAUNCHES:
+        how = "train.compile: reduce-overhead helps, or more tokens at once"
+        return f"the host, which launches kernels one by one; {how}"
     if largest == EACH:
         return "what each micro-batch costs whatever its size: larger ones help"
     return {"matrix products": "matrix products (compute-bound)"}.get(largest, largest)

@@ -214,16 +214,7 @@ def _sum_up(
     phases = {name.removesuffix("_s"): sum(one[name] for one in times) / count for name in times[0]}
     if run.inputs.config.stage.kind.draws:
         phases = {"rollouts": phases.pop("data"), **phases}
-    modules, operators = [], []
-    for event in events:
-        # A GPU has ranges of its own for modules; its kernels are told twice, by themselves and by their operators.
-        is_gpus = event.device_type != DeviceType.CPU
-        if event.key.startswith(_MODULE):
-            used = event.device_time_total if on_gpu else event.cpu_time_total
-            modules += [(event.key.removeprefix(_MODULE), used, event.count)] if is_gpus == on_gpu else []
-        elif event.key != _PASS and not is_gpus and not event.key.startswith("ProfilerStep"):
-            used = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-            operators.append((event.key, used, event.count))
+    modules, operators = rows_of(events, count, on_gpu=on_gpu)
     return StepProfile(
         num_steps=count,
         num_ranks=run.world.size,
@@ -235,10 +226,25 @@ def _sum_up(
         step_s=sum(one.seconds for one in plain) / count,
         profiled_step_s=sum(one.seconds for one in profiled) / count,
         phases=phases,
-        modules=_rows(modules, count),
-        operators=_rows(operators, count),
+        modules=modules,
+        operators=operators,
         trace=str(trace),
     )
+
+
+def rows_of(events: Sequence[Any], num_steps: int, *, on_gpu: bool) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """Of modules, and of operators, from the profiler's sums by name."""
+    modules, operators = [], []
+    for event in events:
+        # A GPU has ranges of its own for modules; its kernels are told twice, by themselves and by their operators.
+        is_gpus = event.device_type != DeviceType.CPU
+        if event.key.startswith(_MODULE):
+            used = event.device_time_total if on_gpu else event.cpu_time_total
+            modules += [(event.key.removeprefix(_MODULE), used, event.count)] if is_gpus == on_gpu else []
+        elif event.key != _PASS and not is_gpus and not event.key.startswith("ProfilerStep"):
+            used = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            operators.append((event.key, used, event.count))
+    return _rows(modules, num_steps), _rows(operators, num_steps)
 
 
 def _rows(seen: Sequence[tuple[str, float, int]], num_steps: int) -> tuple[Row, ...]:
