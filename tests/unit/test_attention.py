@@ -266,10 +266,10 @@ def test_a_kernel_that_does_not_ask_about_shared_keys_is_used_too(monkeypatch):
         return query
 
     monkeypatch.setattr(theirs, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(room, "_VARLEN", {})
+    monkeypatch.setattr(room, "VARLEN", {})
     heads = torch.randn(3, 2, 4)
     assert room.find_varlen()(heads, heads, heads, scale=0.5, window_size=(-1, 0), enable_gqa=True) is heads
     assert asked == [(0.5, (-1, 0))]
     monkeypatch.setattr(theirs, "varlen_attn", lambda query, key, value: query)
-    monkeypatch.setattr(room, "_VARLEN", {})
+    monkeypatch.setattr(room, "VARLEN", {})
     assert room.find_varlen() is None, "older ones know no scale"

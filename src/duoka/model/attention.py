@@ -284,14 +284,14 @@ def attend_all_documents(
     return out[..., :dim].unsqueeze(0)  # of (tokens, heads, dim)
 
 
-_VARLEN: dict[str, Any] = {}  # a table, not a cached function: of that compilers warn, and trace what it does
+VARLEN: dict[str, Any] = {}  # a table, not a cached function: of that compilers warn, and trace what it does
 
 
 def find_varlen() -> Any:
     """torch's flash attention over documents of any length, where this torch has it as we call it."""
-    if "kernel" not in _VARLEN:
-        _VARLEN["kernel"] = _look_for_varlen()
-    return _VARLEN["kernel"]
+    if "kernel" not in VARLEN:
+        VARLEN["kernel"] = _look_for_varlen()
+    return VARLEN["kernel"]
 
 
 def _look_for_varlen() -> Any:

@@ -30,6 +30,7 @@ class Means:
     experts_learn: bool
     in_8_bits: bool
     readers: frozenset[str] | None = None  # products that keep what they read: they learn, or adapters do; None: all
+    compiled: bool = False  # torch.compile chooses what it keeps, on a GPU
 
     @property
     def is_half(self) -> bool:
@@ -61,6 +62,8 @@ def kept_by_norms(shape: ModelShape, how: Means) -> float:
         return kept + _products_keep(count + inside, given, how)
     if parts.parallel and _norm_reads(parts.norm, how.stream, how) == how.stream:
         kept -= how.stream  # two norms of one input
+    elif how.compiled and before == 2:
+        kept -= how.stream - how.size  # the second one's input is summed up again, from what attention gave
     return kept + _products_keep(count, given, how) + _products_keep(inside, given, how)
 
 
@@ -129,6 +132,8 @@ def kept_by_attention(shape: ModelShape, how: Means) -> float:
     if not parts.writes_attention:
         cut += _WIDE * shape.num_heads
         cut += size * shape.q_size if how.joins and not how.in_8_bits and keeps_output else 0
+    if how.compiled and not how.learns and keeps_output:  # PEFT widens it and autocast narrows it: a copy of its own
+        cut += size * shape.q_size
     if how.in_8_bits and keeps_output:
         cut += shape.q_size
     if shape.qk_norm:
@@ -180,6 +185,8 @@ def kept_by_mlp(shape: ModelShape, how: Means) -> tuple[float, float]:
         if parts.act == "gelu_new" and how.on_gpu and how.is_half:  # autocast of CUDA takes powers in fp32
             kept = 16
         return 0.0, (kept - size * (not is_read and parts.act != "relu")) * shape.intermediate_size
+    if how.compiled:  # gate, the other product, and both multiplied where it is read: the activation is computed again
+        return 0.0, (2 + is_read) * size * shape.intermediate_size
     if parts.joined_gate or parts.act != "silu":
         return 0.0, (_GATED - (not is_read)) * size * shape.intermediate_size
     return 0.0, (2 + keeps_gated(shape, how)) * size * shape.intermediate_size
