@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +36,12 @@ def test_advice_follows_the_bottleneck(changed, words):
 def test_a_gpu_with_few_tokens_is_told_so():
     found = StepProfile(3, 2, "ddp2", "cuda", 8, 1600, 4, 1.0, 1.2, PHASES, (), (), "trace")
     assert advice(found)[0].startswith("200 tokens a micro-batch")
+
+
+def test_a_gpu_that_waits_for_its_host_is_told_so():
+    found = StepProfile(3, 1, "single", "cuda", 8, 160000, 4, 1.0, 1.2, PHASES, (), (), "trace", busy_share=0.35)
+    assert advice(found)[0].startswith("the GPU is idle for 65% of a step")
+    assert "idle" not in advice(replace(found, busy_share=0.97))[0]
 
 
 @pytest.fixture
@@ -118,16 +125,17 @@ def test_a_gpus_kernels_are_counted_once():
         kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
         return SimpleNamespace(
             key=key, device_type=kind, device_time_total=device_us, self_device_time_total=own_us, count=2,
-            cpu_time_total=7.0, self_cpu_time_total=7.0,
+            cpu_time_total=7.0, self_cpu_time_total=7.0, is_user_annotation="#" in key,
         )  # fmt: skip
 
     events = [
         event("aten::mm", False, 60.0, 60.0), event("nvjet_kernel", True, 60.0, 60.0),
         event("aten::linear", False, 60.0, 0.0), event("Command Buffer Full", True, 99.0, 99.0),
+        event("Optimizer.step#AdamW.step", False, 5.0, 5.0), event("fused_adamw", True, 5.0, 5.0),
         event("module: mlp", False, 80.0, 0.0), event("module: mlp", True, 70.0, 70.0),
     ]  # fmt: skip
     modules, operators = rows_of(events, 1, on_gpu=True)
     assert [(row.name, row.seconds) for row in modules] == [("mlp", pytest.approx(70e-6))]
     assert [(row.name, row.share) for row in operators] == [("aten::mm", 1.0), ("aten::linear", 0.0)]
     modules, operators = rows_of(events[::2], 1, on_gpu=False)
-    assert [row.name for row in modules] == ["mlp"] and len(operators) == 2
+    assert [row.name for row in modules] == ["mlp"] and len(operators) == 3

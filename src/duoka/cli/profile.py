@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 12
 _WAITS, _FEEDS = 0.25, 0.05  # shares of a step from which a line says what to change
+_BUSY = 0.8  # of a step: below it a GPU waits for its host
 _FEW_TOKENS = 1024  # in a micro-batch, for a GPU
 
 
@@ -120,6 +121,7 @@ def _lines(found: StepProfile, config: str) -> list[str]:
         f"under the profiler {found.profiled_step_s:.3g} s",
         f"  phases      {phases}" + ("   (of rank 0)" if found.num_ranks > 1 else ""),
         *_exchange(found),
+        *([] if found.busy_share is None else [f"  GPU busy    {found.busy_share:.0%} of a step"]),
         *_table(f"forward of modules, {what}", found.modules),
         *_table(f"operators, {what} without what they call", found.operators),
         f"  trace       {found.trace}   (one for each rank; open it in chrome://tracing or ui.perfetto.dev)",
@@ -156,6 +158,11 @@ def advice(found: StepProfile) -> list[str]:
         )
     if phases.get("data", 0.0) > _FEEDS * whole:
         out.append(f"batches come late ({phases['data'] / whole:.0%}): is data.folder's disk slow?")
+    if found.busy_share is not None and found.busy_share < _BUSY and phases.get("wait", 0.0) < _WAITS * whole:
+        out.append(
+            f"the GPU is idle for {1 - found.busy_share:.0%} of a step, while its host launches kernels one by one: "
+            "more tokens at once (train.micro_batch), or train.compile: reduce-overhead"
+        )
     tokens = found.num_tokens / max(1.0, found.num_micro_batches * found.num_ranks)
     if found.device == "cuda" and tokens < _FEW_TOKENS:
         out.append(

@@ -68,6 +68,7 @@ class StepProfile:
     exchanged_s: float = 0.0  # a step, of rank 0: while an exchange was under way
     hidden_share: float | None = None  # of that, while rank 0 computed
     planned_step_s: float | None = None
+    busy_share: float | None = None  # of a plain step, what this rank's GPU computes or moves; None: a CPU
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -215,6 +216,7 @@ def _sum_up(
     if run.inputs.config.stage.kind.draws:
         phases = {"rollouts": phases.pop("data"), **phases}
     modules, operators = rows_of(events, count, on_gpu=on_gpu)
+    step_s = sum(one.seconds for one in plain) / count
     return StepProfile(
         num_steps=count,
         num_ranks=run.world.size,
@@ -223,12 +225,13 @@ def _sum_up(
         num_samples=sum(one.batch.num_samples for one in plain) / count,
         num_tokens=sum(one.batch.num_tokens for one in plain) / count,
         num_micro_batches=sum(one.result.num_micro_batches for one in plain) / count,
-        step_s=sum(one.seconds for one in plain) / count,
+        step_s=step_s,
         profiled_step_s=sum(one.seconds for one in profiled) / count,
         phases=phases,
         modules=modules,
         operators=operators,
         trace=str(trace),
+        busy_share=min(1.0, sum(row.seconds for row in operators) / step_s) if on_gpu else None,
     )
 
 
@@ -243,7 +246,8 @@ def rows_of(events: Sequence[Any], num_steps: int, *, on_gpu: bool) -> tuple[tup
             modules += [(event.key.removeprefix(_MODULE), used, event.count)] if is_gpus == on_gpu else []
         elif event.key != _PASS and not is_gpus and not event.key.startswith("ProfilerStep"):
             used = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-            operators.append((event.key, used, event.count))
+            if not (on_gpu and event.is_user_annotation):  # a range, whose time is that of operators inside
+                operators.append((event.key, used, event.count))
     return _rows(modules, num_steps), _rows(operators, num_steps)
 
 
