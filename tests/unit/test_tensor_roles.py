@@ -38,7 +38,9 @@ def test_every_matrix_of_a_llama_has_a_part():
 def test_names_of_older_transformers_mean_the_same(monkeypatch):
     model = build("LlamaConfig", **SIZES)
     monkeypatch.setattr(type(model), "_tp_plan", {"lm_head": "colwise_rep"})
-    assert find_parts(model, 3)["lm_head"] == "joined"
+    model.config.base_model_tp_plan = {**model.config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
+    found = find_parts(model, 3)
+    assert found["lm_head"] == "joined" and found["model.embed_tokens"] == "words"
 
 
 @pytest.mark.parametrize(

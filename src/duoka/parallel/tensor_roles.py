@@ -27,6 +27,7 @@ STYLES: dict[str, Part] = {
     "rowwise_split_input": "own_rows",
     "replicated_with_grad_allreduce": "partial",
     "moe_tp_experts": "experts",
+    "embedding_rowwise": "words",  # transformers 5.17 says it of every model
 }
 COLUMNS: tuple[Part, ...] = ("columns", "joined")
 _WITHOUT = "delete tensor:, or write   strategy: fsdp   which shares the weights of any model"
