@@ -141,3 +141,25 @@ def test_smoothing_is_for_training_only(tiny_model):
         ours, _ = LossModel(lm, Goal(0.1)).train(training)(ids, labels, torch.arange(40)[None])
         want = F.cross_entropy(logits, labels[0], reduction="sum", label_smoothing=smoothing)
         assert abs(ours.item() / want.item() - 1) < 1e-6, f"training={training}"
+
+
+def test_a_norm_that_may_be_given_a_gate_is_left_alone():
+    """Bamba's in transformers 5.17: of one input it is an RMS norm."""
+
+    class Plain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.variance_epsilon = torch.nn.Parameter(torch.ones(8)), 1e-6
+
+        def forward(self, hidden_states):
+            inverse = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            return self.weight * (hidden_states * inverse)
+
+    class Gated(Plain):
+        def forward(self, hidden_states, gate=None):
+            hidden_states = hidden_states if gate is None else hidden_states * torch.nn.functional.silu(gate)
+            inverse = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            return self.weight * (hidden_states * inverse)
+
+    assert apply_fused(torch.nn.ModuleList([Gated()])) == 0
+    assert apply_fused(torch.nn.ModuleList([Plain()])) == 1

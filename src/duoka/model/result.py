@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -97,7 +98,10 @@ def name_dtype(folder: Path, dtype: torch.dtype) -> None:
 def add_stop_token(lm: torch.nn.Module, stop_id: int | None) -> None:
     """What training ended answers with, beside what ended the base's: whoever loads the folder must know it."""
     settings = getattr(lm, "generation_config", None)
-    if settings is None or stop_id is None:
+    if settings is None:
+        return
+    _drop_contradictions(settings)
+    if stop_id is None:
         return
     named = settings.eos_token_id
     known = list(named) if isinstance(named, (list, tuple)) else [] if named is None else [named]
@@ -109,6 +113,21 @@ def add_stop_token(lm: torch.nn.Module, stop_id: int | None) -> None:
     # refuses them in one that was changed: by its mark this one counts as read, since nothing else did change.
     if getattr(settings, _READ_AS, None) == before:
         setattr(settings, _READ_AS, hash(settings))
+
+
+def _drop_contradictions(settings: Any) -> None:
+    """What is said beside greedy answers, and ignored, where transformers writes no such file, not even as it came: it
+    would stop the result. Up to 5.17 at least."""
+    if _READ_AS in type(settings).save_pretrained.__code__.co_consts:
+        return
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        if not settings.do_sample:
+            for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+                setattr(settings, name, None)
+        if (settings.pad_token_id or 0) < 0:
+            settings.pad_token_id = None
 
 
 def base_dtype(folder: Path) -> torch.dtype:

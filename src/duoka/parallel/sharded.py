@@ -67,6 +67,7 @@ class Sharded(Engine):
             )
         # Muon's matrices have an owner each where weights are whole on every rank.
         apart = spec.matrices if layout.strategy in ("zero1", "zero2") else ()
+        _check_whole_numbers(bare, layout)
         self.sharded = apply_sharded(bare, layout, spec.parallel, spec.mesh, apart)
         is_host = spec.mesh.everyone.device.type == "cpu"
         self.alone = compute_alone(_units(self.sharded)) if is_host and layout.has_one_shard else None
@@ -177,6 +178,18 @@ def _share_owned(spec: EngineSpec, apart: Collection[str]) -> OwnedMatrices:
         every_pass=spec.layout.strategy == "zero2",
         wire=HALF.get(spec.parallel.compression.gradients, torch.float32),
     )
+
+
+def _check_whole_numbers(bare: torch.nn.Module, layout: Layout) -> None:
+    """FSDP of torch 2.11 makes a parameter of each shard that could learn, which no packed one can be."""
+    if layout.strategy in ("zero1", "zero2"):  # weights stay whole
+        return
+    packed = next((name for name, one in bare.named_parameters() if not one.is_floating_point()), None)
+    if packed and torch.__version__ < "2.13":  # compared as a version; 2.12 was not tried
+        raise ConfigError(
+            f"the base is packed ({packed}), and FSDP of torch {torch.__version__} does not share out packed weights",
+            fix="install torch 2.13 or newer, or write   parallel: {strategy: ddp}",
+        )
 
 
 def apply_sharded(
