@@ -169,7 +169,8 @@ def config_of(case: Case, model: Path, texts: Path, output: Path, tiny: bool) ->
         config["lora"] = {"rank": 16}
     for key, value in case.settings.items():
         part, _, name = key.partition(".")
-        config.setdefault(part, {})[name] = value
+        # CUDA graphs ask for a GPU: rehearsed as compiled layers.
+        config.setdefault(part, {})[name] = True if tiny and value == "reduce-overhead" else value
     return config
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from duoka.config.schema import LoraConfig
 from duoka.model import attention
@@ -104,4 +104,16 @@ def test_a_compiled_layer_keeps_what_is_planned(kind):
     )  # fmt: skip
     planned, _ = activation_bytes_per_token(work, Layout(precision="bf16", compile=True))
     measured = kept_by(core.layers[0], core.rotary_emb, stream)
+    assert planned == pytest.approx(measured, rel=0.02), f"{planned:.0f} planned, {measured:.0f} kept"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma", "olmo2"])
+def test_other_families_layers_keep_what_is_planned(family):
+    """Norms of queries and keys; joined products; a norm by 1 + weight and another activation; norms behind."""
+    torch.compiler.reset()
+    config = AutoConfig.for_model(family, **FACTS, pad_token_id=0, head_dim=32)
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention.register_attention())
+    work = Work(shape_from_config(config.to_dict()), None, "cuda")
+    planned, _ = activation_bytes_per_token(work, Layout(precision="bf16", compile=True))
+    measured = kept_by(lm.model.layers[0], lm.model.rotary_emb, torch.float32)
     assert planned == pytest.approx(measured, rel=0.02), f"{planned:.0f} planned, {measured:.0f} kept"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import peft
 import pytest
@@ -12,7 +14,7 @@ import torch
 from families import write_family
 from safetensors.torch import load_file, save_file
 from tiny import build_tiny_tokenizer, write_tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from duoka.config.schema import LoraConfig
 from duoka.data.tokens.tokenizer import load_tokenizer
@@ -23,7 +25,7 @@ from duoka.model.build import load_adapter, load_model
 from duoka.model.dtypes import narrow
 from duoka.model.export import Sources, export_adapter, export_model
 from duoka.model.request import ModelRequest
-from duoka.model.result import write_result
+from duoka.model.result import add_stop_token, write_result
 from duoka.model.shards import build_without_memory
 from duoka.parallel.mesh import Mesh
 from duoka.store.final_folder import ResultSources, write_final
@@ -171,6 +173,25 @@ def test_a_contradiction_in_a_published_file_stops_no_result(tmp_path: Path, odd
     for place in ("final", "out"):
         written = json.loads((tmp_path / place / "generation_config.json").read_text())
         assert written["eos_token_id"] == [2, 9] and written.items() >= odd.items()
+
+
+def test_what_older_transformers_would_not_write_is_left_out() -> None:
+    """Up to 5.17 at least it refuses a contradictory file even as it came: what greedy answers ignore goes."""
+
+    class Older(GenerationConfig):
+        def save_pretrained(self, folder: Any, **how: Any) -> None:
+            self.validate(strict=True)
+
+    settings = Older(eos_token_id=2, temperature=0.9, top_p=0.6, pad_token_id=-1, do_sample=False)
+    with pytest.raises(ValueError, match="temperature"):
+        settings.save_pretrained("")
+    lm: Any = SimpleNamespace(generation_config=settings)
+    add_stop_token(lm, 9)
+    settings.save_pretrained("")
+    assert settings.eos_token_id == [2, 9] and settings.temperature is settings.pad_token_id is None
+    drawn = Older(eos_token_id=2, temperature=0.9, do_sample=True)
+    add_stop_token(SimpleNamespace(generation_config=drawn), None)  # type: ignore[arg-type]
+    assert drawn.temperature == 0.9 and drawn.eos_token_id == 2
 
 
 def test_others_may_read_what_was_exported(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:

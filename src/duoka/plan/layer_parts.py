@@ -81,6 +81,8 @@ def kept_by_last_norm(shape: ModelShape, how: Means) -> int:
 
 def _norm_reads(kind: str, width: int, how: Means) -> int:
     """Of an input of `width` bytes a number."""
+    if how.compiled:  # whatever it is made of is computed again
+        return width
     if kind == "shifted":  # x.float(), and what its weight is multiplied with
         return _WIDE + _WIDE * how.learns
     if kind == "layer":
@@ -91,6 +93,8 @@ def _norm_reads(kind: str, width: int, how: Means) -> int:
 
 
 def _norm_gives(kind: str, width: int, how: Means) -> int:
+    if how.compiled:
+        return how.size
     if kind == "shifted":
         return width
     if kind == "layer":
@@ -107,6 +111,8 @@ def _products_keep(count: int, width: int, how: Means) -> int:
     """So many products of one input: the input, or each one's own narrow copy of a wide one; in 8 bits one for all."""
     if how.in_8_bits or not count:
         return min(1, count)
+    if how.compiled:  # one narrow copy serves all
+        return how.size
     return how.size if width == how.size else how.size * count
 
 
