@@ -61,9 +61,9 @@ $(CLIENTS): tests/web/clients/requirements.txt tests/web/clients/package.json
 	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/clients; fi
 	@touch $(CLIENTS)
 
-gpu-check: $(STAMP)  ## the promises on this machine's GPUs, with a table of what holds
+gpu-check: $(STAMP)  ## the promises on this machine's GPUs, with a table of what holds, in ten minutes
 	@DUOKA_TEST_GPUS=1 $(BIN)/python -m pytest tests/gpu
-	@$(BIN)/python benchmarks/gpu.py --out build/gpu.json --table build/gpu.md --logs build/gpu-logs
+	@$(BIN)/python benchmarks/gpu.py --minutes 7 --out build/gpu.json --table build/gpu.md --logs build/gpu-logs
 
 nightly: $(STAMP)  ## the trials that are too many for every day: kills, damage, full disks
 	@$(BIN)/python -m pytest -m nightly

@@ -1,11 +1,12 @@
 """What one GPU brings: speed beside its own rate, memory beside the plan, for models of 0.1 to 8 billion parameters.
 
-    python benchmarks/gpu.py --out benchmarks/gpu.json --table benchmarks/gpu.md [--cases full-1b lora-8b] [--limit 120]
+    python benchmarks/gpu.py --out benchmarks/gpu.json --table benchmarks/gpu.md [--cases full-1b lora-8b] [--minutes 7]
 
 Every case is one `duoka train` of a model with random weights on this machine's Python library as text, packed rows,
 bf16. MFU stands beside two rates: the best bf16 product of 8,192 x 8,192 matrices measured here, and the data sheet's.
 Cases that --out holds already from this code are kept, so that a series can be done in parts. What cannot be run here
-(memory, time) is named with its reason. `--tiny` is a rehearsal of all cases on any machine.
+(memory, time) is named with its reason. Within --minutes no case begins that would not end in it, and the first of
+the list say most. `--tiny` is a rehearsal of all cases on any machine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import signal
 import statistics
@@ -28,6 +30,7 @@ from pretrain import read_documents
 
 VOCABULARY_LEARNED = 4096
 GIB = 1 << 30
+SHORTEST_S = 45  # a case on a fast host, its model's writing counted: with less left none begins
 WARM_STEPS = 4  # compilation, the allocator, the first batch
 
 
@@ -74,16 +77,16 @@ class Case:
 
 
 CASES = {
-    "pretrain-135m": Case("135m", 2048, 131072),
-    "pretrain-135m-compiled": Case("135m", 2048, 131072, {"train.compile": True}),
-    "pretrain-135m-graphs": Case("135m", 2048, 131072, {"train.compile": "reduce-overhead"}),
     "full-1b": Case("1b", 4096, 65536),
+    "lora-8b": Case("8b", 4096, 32768, lora=True, steps=10),
+    "pretrain-135m": Case("135m", 2048, 131072),
     "full-1b-compiled": Case("1b", 4096, 65536, {"train.compile": True}),
     "full-1b-fp8-compiled": Case("1b", 4096, 65536, {"train.compile": True, "train.precision": "fp8"}),
+    "pretrain-135m-graphs": Case("135m", 2048, 131072, {"train.compile": "reduce-overhead"}),
+    "full-3b": Case("3b", 4096, 65536, steps=10),
     "full-1b-recompute": Case("1b", 4096, 65536, {"train.recompute": "full"}),
     "lora-1b": Case("1b", 4096, 65536, lora=True),
-    "full-3b": Case("3b", 4096, 65536, steps=10),
-    "lora-8b": Case("8b", 4096, 32768, lora=True, steps=10),
+    "pretrain-135m-compiled": Case("135m", 2048, 131072, {"train.compile": True}),
 }
 
 
@@ -174,7 +177,10 @@ def config_of(case: Case, model: Path, texts: Path, output: Path, tiny: bool) ->
     return config
 
 
-def run_case(case: Case, folder: Path, model: Path, texts: Path, options: argparse.Namespace) -> dict[str, Any]:
+def run_case(
+    case: Case, folder: Path, model: Path, texts: Path, limit: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """`limit`: in seconds."""
     config = config_of(case, model, texts, folder / "run", options.tiny)
     (folder / "run.yaml").write_text(json.dumps(config), encoding="utf-8")
     command = [sys.executable, "-m", "duoka", "train", str(folder / "run.yaml")]
@@ -185,7 +191,7 @@ def run_case(case: Case, folder: Path, model: Path, texts: Path, options: argpar
     steps = WARM_STEPS + 2 if options.tiny else case.steps
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        while process.poll() is None and time.monotonic() - began < options.limit and count_steps(events) < steps:
+        while process.poll() is None and time.monotonic() - began < limit and count_steps(events) < steps:
             time.sleep(0.1)
         ended = process.poll()
         if ended is None:  # what it would write in the end is measured elsewhere
@@ -269,6 +275,11 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", tail, ""])
 
 
+def write(results: dict[str, Any], out: Path, page: Path) -> None:
+    out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    page.write_text(table(results), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="gpu.json")
@@ -276,8 +287,10 @@ def main() -> None:
     parser.add_argument("--logs", default="gpu-logs")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--limit", type=float, default=150, help="seconds per case")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="for all cases; those left are said")
     parser.add_argument("--tiny", action="store_true", help="models of two layers, as a rehearsal anywhere")
     options = parser.parse_args()
+    ends = time.monotonic() + 60 * options.minutes
     card = measure_card()
     if not card["product_flops"] and not options.tiny:
         print("no GPU here: nothing is measured")
@@ -292,15 +305,19 @@ def main() -> None:
         texts = base / "texts.jsonl"
         texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
         for key in options.cases:
-            case = CASES[key]
+            case, left_s = CASES[key], ends - time.monotonic()
+            if left_s < SHORTEST_S:
+                results["cases"].setdefault(key, {"error": [f"the {options.minutes:g} minutes were spent"]})
+                continue
             model = base / f"{case.size}-{'base' if case.lora else 'sizes'}"
             if not model.exists():
                 write_model(model, SIZES[case.size], documents, case.lora, options.tiny)
             (base / key).mkdir()
-            results["cases"][key] = run_case(case, base / key, model, texts, options)
-            out.write_text(json.dumps(results, indent=1), encoding="utf-8")
-            Path(options.table).write_text(table(results), encoding="utf-8")
+            left_s = min(options.limit, ends - time.monotonic())
+            results["cases"][key] = run_case(case, base / key, model, texts, left_s, options)
+            write(results, out, Path(options.table))
             print(table({**results, "cases": {key: results["cases"][key]}}).splitlines()[2], flush=True)
+    write(results, out, Path(options.table))
     print(table(results))
 
 

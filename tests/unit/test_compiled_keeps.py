@@ -7,10 +7,11 @@ import pytest
 import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from duoka.config.schema import LoraConfig
-from duoka.model import attention
+from duoka.model import attention, fp8
 from duoka.model.documents import Documents
 from duoka.model.lora import apply_lora
 from duoka.plan.activations import activation_bytes_per_token
@@ -58,7 +59,8 @@ def opaque():
 
 
 def kept_by(layer, rotary, stream):
-    """Bytes per token of what its forward graph hands to the backward one, but for weights and what layers share."""
+    """Of what its forward graph hands to the backward one: bytes per token, but for what layers share, and bytes of
+    weights in 8 bits."""
     found = []
 
     def look(graph, inputs):
@@ -71,14 +73,17 @@ def kept_by(layer, rotary, stream):
             answers = graph(*args)
             kept = [answers[place] for place in places if TOKENS in answers[place].shape]
             each = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in kept}  # views: once
-            found.append(sum(each.values()) / TOKENS)
+            eighths = [answers[place] for place in places if answers[place].itemsize == 1]
+            weights = sum(one.nbytes for one in eighths if TOKENS not in one.shape)
+            found.append((sum(each.values()) / TOKENS, weights))
             return answers
 
         return run
 
     backend = aot_autograd(
-        fw_compiler=look, bw_compiler=lambda graph, inputs: graph, partition_fn=min_cut_rematerialization_partition
-    )
+        fw_compiler=look, bw_compiler=lambda graph, inputs: graph, partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )  # fmt: skip
     x = torch.randn(1, TOKENS, FACTS["hidden_size"], dtype=stream, requires_grad=True)
     places = torch.arange(TOKENS)[None]
     documents = Documents.of(torch.tensor([0, 100, 300, TOKENS]), torch.device("cpu"))
@@ -87,13 +92,27 @@ def kept_by(layer, rotary, stream):
         torch.compile(layer, backend=backend, fullgraph=True, dynamic=False)(
             x, attention_mask=None, position_ids=places, position_embeddings=tables, documents=documents
         )
-    (kept,) = found
-    return kept
+    (measured,) = found
+    return measured
+
+
+@pytest.fixture(params=["bf16", "fp8"])
+def precision(request, monkeypatch):
+    """8-bit products by the operator that GPUs have, for matrices as it takes them."""
+
+    def multiply(a, b, scale_a, scale_b, out_dtype):
+        a, b = fp8.lay_out(a, b)
+        return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype)
+
+    monkeypatch.setattr(fp8, "multiply", multiply)
+    torch.compiler.reset()
+    return request.param
 
 
 @pytest.mark.parametrize("kind", ["full", "bf16 weights", "LoRA"])
-def test_a_compiled_layer_keeps_what_is_planned(kind):
-    torch.compiler.reset()
+def test_a_compiled_layer_keeps_what_is_planned(kind, precision):
+    if kind == "LoRA" and precision == "fp8":
+        pytest.skip("adapters have no products in 8 bits")
     lora = LoraConfig(rank=8, dropout=0.0) if kind == "LoRA" else None
     lm = LlamaForCausalLM(LlamaConfig(**FACTS, attn_implementation=attention.register_attention()))
     lm = lm if kind == "full" else lm.to(torch.bfloat16)
@@ -102,18 +121,21 @@ def test_a_compiled_layer_keeps_what_is_planned(kind):
     work = Work(
         shape_from_config({"model_type": "llama", **FACTS}), lora, "cuda", narrow_weights=kind == "bf16 weights"
     )  # fmt: skip
-    planned, _ = activation_bytes_per_token(work, Layout(precision="bf16", compile=True))
-    measured = kept_by(core.layers[0], core.rotary_emb, stream)
-    assert planned == pytest.approx(measured, rel=0.02), f"{planned:.0f} planned, {measured:.0f} kept"
+    check(core, work, precision, stream)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma", "olmo2"])
-def test_other_families_layers_keep_what_is_planned(family):
+def test_other_families_layers_keep_what_is_planned(family, precision):
     """Norms of queries and keys; joined products; a norm by 1 + weight and another activation; norms behind."""
-    torch.compiler.reset()
     config = AutoConfig.for_model(family, **FACTS, pad_token_id=0, head_dim=32)
     lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention.register_attention())
-    work = Work(shape_from_config(config.to_dict()), None, "cuda")
-    planned, _ = activation_bytes_per_token(work, Layout(precision="bf16", compile=True))
-    measured = kept_by(lm.model.layers[0], lm.model.rotary_emb, torch.float32)
+    check(lm.model, Work(shape_from_config(config.to_dict()), None, "cuda"), precision, torch.float32)
+
+
+def check(core, work, precision, stream):
+    if precision == "fp8":
+        fp8.apply_fp8(core, again=False)
+    planned, _ = activation_bytes_per_token(work, Layout(precision=precision, compile=True))
+    measured, weights = kept_by(core.layers[0], core.rotary_emb, stream)
     assert planned == pytest.approx(measured, rel=0.02), f"{planned:.0f} planned, {measured:.0f} kept"
+    assert weights == 0 or precision == "bf16", f"{weights} bytes of weights in 8 bits, which plans do not count"

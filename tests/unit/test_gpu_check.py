@@ -70,6 +70,21 @@ def test_what_a_case_wrote_becomes_a_row(series, tmp_path):
     assert "| large | not measured: exit 4 |" in text and "500 TFLOP/s" in text
 
 
+def test_what_the_minutes_do_not_reach_is_said(series, monkeypatch, capsys, tmp_path):
+    """And what an earlier part of the series measured stays."""
+    files = {name: tmp_path / f"gpu.{name}" for name in ("json", "md")}
+    files["json"].write_text(json.dumps({"cases": {"lora-8b": {"error": ["exit 4"]}}}))
+    monkeypatch.setattr(series, "measure_card", lambda: {"name": "a card", "product_flops": None})
+    monkeypatch.setattr(series, "read_documents", lambda size: ["a text"])
+    options = ["--tiny", "--minutes", "0.5", "--out", str(files["json"]), "--table", str(files["md"])]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
+    series.main()
+    cases = json.loads(files["json"].read_text())["cases"]
+    assert cases.keys() == series.CASES.keys() and cases["lora-8b"]["error"] == ["exit 4"]
+    assert "| full-1b | not measured: the 0.5 minutes were spent |" in files["md"].read_text()
+    assert "the 0.5 minutes were spent" in capsys.readouterr().out
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_every_case_is_rehearsed_with_a_tiny_model(tmp_path):

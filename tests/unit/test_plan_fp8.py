@@ -1,6 +1,8 @@
 """The plan of 8-bit products: what it refuses, the arithmetic of time, and memory beside what a real step allocates."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from test_plan_memory import FACTS, SHAPE, TOKENS, measured_peak
@@ -10,7 +12,7 @@ from duoka.plan.catalog import devices, parse_cluster
 from duoka.plan.changes import single_changes
 from duoka.plan.choose import check_machine
 from duoka.plan.compiler import has_kernels
-from duoka.plan.fp8 import fp8_weights, rounding_bytes
+from duoka.plan.fp8 import FP8_SHARE, fp8_weights, rounding_bytes
 from duoka.plan.hardware import Gpu
 from duoka.plan.layout import Layout, parse_layout
 from duoka.plan.memory import CPU_FRAMEWORK_BYTES, estimate_memory
@@ -19,7 +21,7 @@ from duoka.plan.recipe import Work, shares
 from duoka.plan.report import make_plan
 from duoka.plan.search import why_not
 from duoka.plan.shape import demo_shape, shape_from_config
-from duoka.plan.speed import FP8_SHARE, Load, estimate_speed
+from duoka.plan.speed import Load, estimate_speed
 from duoka.plan.task import Task
 from duoka.plan.yardstick import yardstick_of
 from duoka.units import Amount
@@ -31,6 +33,13 @@ LLAMA_70B = shape_from_config(
     {
         "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
         "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
+    }
+)  # fmt: skip
+LLAMA_1B = shape_from_config(
+    {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+        "tie_word_embeddings": True,
     }
 )  # fmt: skip
 FP8 = {"train": {"precision": "fp8"}}
@@ -129,6 +138,22 @@ def test_on_h100s_it_gains_about_what_was_published(shape, on, name, recompute, 
         for one in ("bf16", "fp8")
     )
     assert narrow / half == pytest.approx(gain, rel=within)
+
+
+def test_on_an_h200_a_small_model_gains_as_little_as_was_measured():
+    """And holds as much: compiled code rounds again in the backward pass (benchmarks/gpu.json)."""
+    cases = json.loads((Path(__file__).parents[2] / "benchmarks" / "gpu.json").read_text())["cases"]
+    measured = {"bf16": cases["full-1b-compiled"], "fp8": cases["full-1b-fp8-compiled"]}
+    work, cluster, load = Work(LLAMA_1B, None, "cuda"), parse_cluster("H200"), Load(4, 16384, 345, 65536)
+    speeds = {}
+    for name, one in measured.items():
+        layout = Layout(precision=name, compile=True, micro=Amount(16384, "tokens"))
+        speeds[name] = estimate_speed(work, layout, cluster, load).tokens_per_s
+        memory = estimate_memory(work, layout, 16384)
+        planned = memory.peak_bytes - memory.parts["framework"]
+        assert planned == pytest.approx(one["peak_bytes"], rel=0.02), name
+    gain = measured["fp8"]["tokens_per_s"] / measured["bf16"]["tokens_per_s"]
+    assert speeds["fp8"] / speeds["bf16"] == pytest.approx(gain, rel=0.03)
 
 
 def test_mfu_compares_with_the_peak_of_bf16():

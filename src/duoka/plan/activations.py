@@ -116,7 +116,7 @@ def means_of(work: Work, layout: Layout, number: int | None = None) -> Means:
         experts_learn=work.lora is None or bool(work.shape.num_expert_adapters(work.lora.targets)),
         in_8_bits=layout.precision == "fp8",
         readers=_readers(work, number),
-        compiled=on_gpu and bool(layout.compile) and layout.precision != "fp8",  # of which no more is known
+        compiled=on_gpu and bool(layout.compile),
     )
 
 

@@ -58,6 +58,8 @@ def kept_by_norms(shape: ModelShape, how: Means) -> float:
         return kept + _products_keep(count, how.stream, how) + _products_keep(inside, how.stream, how)
     given = _norm_gives(parts.norm, how.stream, how)
     kept += before * _norm_reads(parts.norm, how.stream, how)
+    if how.compiled and how.in_8_bits:  # norms are computed again, and what they give is rounded again
+        count = inside = 0
     if before == 1:  # attention and MLP, side by side, read what one norm gives
         return kept + _products_keep(count + inside, given, how)
     if parts.parallel and _norm_reads(parts.norm, how.stream, how) == how.stream:
@@ -192,7 +194,7 @@ def kept_by_mlp(shape: ModelShape, how: Means) -> tuple[float, float]:
             kept = 16
         return 0.0, (kept - size * (not is_read and parts.act != "relu")) * shape.intermediate_size
     if how.compiled:  # gate, the other product, and both multiplied where it is read: the activation is computed again
-        return 0.0, (2 + is_read) * size * shape.intermediate_size
+        return 0.0, (2 + (is_read and not how.in_8_bits)) * size * shape.intermediate_size
     if parts.joined_gate or parts.act != "silu":
         return 0.0, (_GATED - (not is_read)) * size * shape.intermediate_size
     return 0.0, (2 + keeps_gated(shape, how)) * size * shape.intermediate_size

@@ -255,7 +255,8 @@ def _cast_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
         return 2 * max(0, linear - trained_in_layers(work.shape, work.train_only, share.layers) // layout.tp)
     if layout.precision == "fp8":
         part = fp8_weights(work.shape) / max(1, work.shape.num_block_linear)
-        kept = 0 if layout.activations != "none" else 1  # where activations go elsewhere, they are rounded again
+        # Compiled code rounds them again, and so it is where activations go elsewhere.
+        kept = 0 if layout.activations != "none" or means_of(work, layout).compiled else 1
         return int((2 - (2 - kept) * part) * linear)
     return 2 * (linear if work.lora is None else share.trainable) + merged
 

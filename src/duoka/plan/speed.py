@@ -21,7 +21,7 @@ from duoka.plan.flops import (
     model_flops_per_token,
     products,
 )
-from duoka.plan.fp8 import fp8_weights, rounding_bytes
+from duoka.plan.fp8 import fp8_share, fp8_weights, rounding_bytes
 from duoka.plan.layout import Layout
 from duoka.plan.moments import moved_activations
 from duoka.plan.offload import disk_seconds, moved_bytes
@@ -63,9 +63,6 @@ MEASURED_SHARE = 0.80  # of products that were measured on the machine itself: t
 # attention by the compiled kernels (model/attention.cpp, attention_wide.cpp) where it was not measured itself.
 CPU_MEASURED_SHARE = 0.92
 NARROW_ATTENTION, WIDE_ATTENTION = 0.47, 0.60
-# Of the share that 16-bit products reach of their peak, what 8-bit ones reach of theirs: torchtitan's Llama 3.1 8B on
-# 8 H100, compiled, at 6,667 and 8,532 tokens/s a GPU (its page on performance). Two more pairs judge it in the tests.
-FP8_SHARE = 0.82
 TOUCHES_BACKWARD = 2.0  # times those of the forward pass
 COMPILED_TOUCHES = 0.5  # fused kernels keep intermediate values in registers
 OPTIMIZER_BYTES = 28  # read and written per parameter by AdamW: weight, gradient, two moments
@@ -323,7 +320,7 @@ def _products(work: Work, layout: Layout, cluster: Cluster, flops: float) -> flo
     cores = cluster.per_node if device.kind == "cpu" else 1
     inside = min(flops, 2.0 * fp8_weights(work.shape)) if layout.precision == "fp8" else 0.0
     rest = (flops - inside) / device.peak_flops(layout.precision)
-    reached = FP8_SHARE if device.fp8_flops else 1.0
+    reached = fp8_share(work.shape) if device.fp8_flops else 1.0
     return cores * (rest + inside / (device.linear_flops(layout.precision) * reached))
 
 
