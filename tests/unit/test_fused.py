@@ -1,15 +1,17 @@
 """Fused parts give the values and gradients of the model's own code, and what is not understood stays as it is."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import GemmaConfig, GemmaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from duoka.config.schema import LoraConfig
 from duoka.model.build import LossModel, load_model
-from duoka.model.fused import AdaptedProduct, RmsNorm, apply_fused
+from duoka.model.fused import AdaptedProduct, RmsNorm, apply_fused, fused_parts
 from duoka.model.gated import SiluTimes, SiluTimesDown, forward_gated
 from duoka.model.loss import Goal
 from duoka.model.request import ModelRequest
@@ -129,6 +131,35 @@ def test_what_computes_otherwise_is_left_alone():
         num_key_value_heads=1, head_dim=8,
     )  # fmt: skip
     assert apply_fused(GemmaForCausalLM(config)) == 1  # its rotation; norms by 1 + weight, MLPs with GELU
+
+
+def test_a_decorated_attention_turns_by_our_rotation_and_keeps_its_decorator():
+    """As transformers decorates it, where an argument has another name since a later version."""
+
+    def renamed(forward):
+        @functools.wraps(forward)
+        def wrapped(*args, **named):
+            called.append(sorted(named))
+            return forward(*args, **{"attention_mask" if name == "mask" else name: one for name, one in named.items()})
+
+        return wrapped
+
+    class Decorated(LlamaAttention):
+        forward = renamed(LlamaAttention.forward)
+
+    called = []
+    config = LlamaConfig(hidden_size=16, num_attention_heads=2, num_key_value_heads=1, attn_implementation="sdpa")
+    plain = torch.nn.ModuleList([LlamaAttention(config, 0)])
+    ours = copy.deepcopy(plain)
+    ours[0].__class__ = Decorated
+    plain.config = ours.config = config
+    assert apply_fused(ours) == 1 and fused_parts(ours) == {"rotation"}
+    x, places = torch.randn(1, 5, 16), torch.arange(5)[None]
+    tables = LlamaRotaryEmbedding(config)(x, places)
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    want, _ = plain[0](x, position_embeddings=tables, attention_mask=mask)
+    got, _ = ours[0](x, position_embeddings=tables, mask=mask)
+    assert torch.equal(got, want) and called == [["mask", "position_embeddings"]]
 
 
 def test_smoothing_is_for_training_only(tiny_model):

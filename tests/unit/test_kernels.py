@@ -195,6 +195,7 @@ def test_ranks_do_without_what_one_has_not(monkeypatch: pytest.MonkeyPatch) -> N
         mine.why.update(norm="", rotation="", MLP="here not", loss="")
 
     monkeypatch.setattr(gpu_kernels, "try_all", try_all)
+    monkeypatch.setattr("duoka.model.kernels.has_flash", lambda device: True)  # torch for CUDA would ask a driver
     other = {"norm": "", "rotation": "there not", "MLP": "", "loss": ""}
     agree_on_kernels(
         Layout(precision="bf16"), demo_shape(), torch.device("cuda", 0), lambda own: [own, other]

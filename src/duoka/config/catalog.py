@@ -223,7 +223,8 @@ def _flat(metadata: Any) -> Iterator[Any]:
 
 
 def _is_section(part: Any) -> bool:
-    return isinstance(part, type) and issubclass(part, Section)
+    # Python 3.10 takes tuple[int, ...] for a class too.
+    return get_origin(part) is None and isinstance(part, type) and issubclass(part, Section)
 
 
 def _list_section(part: Any) -> type[Section] | None:

@@ -21,6 +21,7 @@ from duoka.errors import ConfigError
 from duoka.hub.new_model import is_new
 from duoka.model.adapters import Earlier, refuse_unread
 from duoka.model.attention import SequenceExchange, register_attention
+from duoka.model.cached import look_further
 from duoka.model.chunks import Places
 from duoka.model.documents import Documents
 from duoka.model.drawing import check_harmless, has_drawn, read_generators
@@ -334,10 +335,7 @@ class LossModel(torch.nn.Module):
 
         Under FSDP all ranks call it, as next_token.
         """
-        core: Any = self.core
-        options: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1, **unrecorded(core)}
-        output = core(input_ids=input_ids, past_key_values=cache, **options)
-        return output.logits[:, -1], output.past_key_values
+        return look_further(self.core, input_ids, cache)
 
     def look_at_slots(self, input_ids: torch.Tensor, position_ids: torch.Tensor, slots: Any) -> torch.Tensor:
         """Logits after the last token of each row (rows, vocab), over `slots` of their own (slots.py).

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from types import FunctionType, SimpleNamespace
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -162,15 +162,32 @@ def _forward_rotated(forward: Any, in_place: bool) -> Any:
 
     `in_place`: it may write over the products that it turns, and read half of the tables.
     """
+    inner = getattr(forward, "__wrapped__", None)
+    if inner is not None:  # decorated, as where an argument has another name since a later version
+        again = _forward_rotated(inner, in_place)
+        return None if again is None else _decorated(forward, inner, again)
     if not isinstance(forward, FunctionType) or _ROTATION not in forward.__code__.co_names or forward.__closure__:
         return None
     ours = own_rotation(forward.__globals__.get(_ROTATION), in_place)
-    if ours is None:
+    return None if ours is None else _copy(forward, {**forward.__globals__, _ROTATION: ours}, None)
+
+
+def _decorated(outer: Any, inner: Any, again: Any) -> Any:
+    """The decorator's function, around `again` in place of `inner`; None where that is not to be seen in it."""
+    cells = outer.__closure__ or () if isinstance(outer, FunctionType) else ()
+    held = [cell.cell_contents is inner for cell in cells]
+    if held.count(True) != 1:
         return None
-    names = {**forward.__globals__, _ROTATION: ours}
-    again = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
-    again.__kwdefaults__ = forward.__kwdefaults__
-    return again
+    closure = tuple(CellType(again) if it else cell for it, cell in zip(held, cells, strict=True))
+    copy = _copy(outer, outer.__globals__, closure)
+    copy.__wrapped__ = again
+    return copy
+
+
+def _copy(function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None) -> Any:
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 # --- gated MLP: down(silu(gate(x)) * up(x)) (gated.py) ---

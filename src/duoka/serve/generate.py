@@ -15,7 +15,7 @@ import torch
 from duoka.data.tokens.encode import REPLACEMENT
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.model.answer import stop_tokens
-from duoka.model.layers import unrecorded
+from duoka.model.cached import look_further
 from duoka.model.own_lengths import find_turn
 from duoka.model.sampling import Sampling, choose_token
 
@@ -42,9 +42,8 @@ def generate(
     for position in range(max(0, room)):
         # Entered for each token: a generator suspended inside no_grad would disable gradients for its caller too.
         with torch.no_grad():
-            output = lm(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **unrecorded(lm))
-            cache = output.past_key_values
-            chosen = choose_token(output.logits[0, -1].float(), sampling, position, counts=counts)
+            logits, cache = look_further(lm, ids, cache)
+            chosen = choose_token(logits[0].float(), sampling, position, counts=counts)
         if chosen in stop_ids:
             return
         yield chosen
