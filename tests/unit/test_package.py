@@ -75,6 +75,16 @@ def install_step(environment: Path) -> str:
     return line.removeprefix("RUN ").replace("/opt/duoka", str(environment))
 
 
+def test_the_oldest_versions_are_those_that_pyproject_admits() -> None:
+    """What `constraints-oldest.txt` installs is what the whole suite was run with (docs/install.md)."""
+    block = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("\ndependencies = [")[2].partition("\n]")[0]
+    admitted = dict(re.findall(r'"([\w-]+)>=([\d.]+)', block))
+    lines = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines()
+    oldest = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert admitted and admitted.keys() == oldest.keys()
+    assert all(f"{oldest[name]}.".startswith(f"{version}.") for name, version in admitted.items())
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_what_the_dockerfile_installs_works_without_the_repository(tmp_path: Path) -> None:

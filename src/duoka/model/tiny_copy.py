@@ -7,7 +7,9 @@ What a key of a config means is read from its name, so that no family has to be 
 from __future__ import annotations
 
 import copy
+import itertools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,6 +52,7 @@ _AT_MOST: tuple[tuple[str, int], ...] = (
     (r".*(_size|_dim|_width)", _HIDDEN),
 )
 _DEPTH = re.compile(r"num_hidden_layers|n_layers?|num_layers|num_blocks|decoder_layers|encoder_layers")
+_PART = re.compile(r"n(um)?_\w+_layers")
 _KEY_VALUE_HEADS = re.compile(r"num_key_value_heads|num_kv_heads|n_head_kv|.*_num_key_value_heads")
 _TOKEN = re.compile(r".*(token|tok)_(id|index)|sep_token_id|sos_id|eos_id")
 _LAYERS = re.compile(r".*(layer|attn).*|.*_(idx|idxs|indices)")
@@ -108,13 +111,15 @@ def build_tiny(
 def _shrink(config: Any, widths: bool) -> None:
     facts = {key: value for key, value in vars(config).items() if not key.startswith("_")}
     depth = next((value for key, value in facts.items() if _DEPTH.fullmatch(key) and type(value) is int), 0)
-    layers = _choose_layers(facts, depth)
+    layers, parts = _choose_layers(facts, depth), _find_parts(facts, depth)
     heads = next((value for key, value in facts.items() if key in ("num_attention_heads", "n_head", "num_heads")), 0)
     by_layer = config.to_dict().get("per_layer_config")
     small: Any
     for key, value in facts.items():
         if type(value) is int:
-            if _KEY_VALUE_HEADS.fullmatch(key):
+            if key in parts:
+                small = sum(layer in parts[key] for layer in layers)
+            elif _KEY_VALUE_HEADS.fullmatch(key):
                 small = value if not widths else _HEADS if value == heads else min(value, 2)
             elif _DEPTH.fullmatch(key):
                 small = len(layers) if value == depth else min(value, len(layers))
@@ -173,7 +178,8 @@ def _shrink_by_layer(value: dict[Any, dict[str, Any]], layers: list[int], widths
 def _choose_layers(facts: dict[str, Any], depth: int) -> list[int]:
     """Which layers stay: two of every kind that the lists of a config tell apart."""
     lists = [value for key, value in facts.items() if _is_list_of_kinds(key, value, depth)]
-    numbered = [value for key, value in facts.items() if _is_list_of_numbers(key, value, depth)]
+    numbered: list[Sequence[int]] = [value for key, value in facts.items() if _is_list_of_numbers(key, value, depth)]
+    numbered += _find_parts(facts, depth).values()
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for layer in range(depth):
         kind = (*(str(value[layer]) for value in lists), *(layer in value for value in numbered))
@@ -182,6 +188,15 @@ def _choose_layers(facts: dict[str, Any], depth: int) -> list[int]:
     if len(kinds) == 1 and any(_COUNTED.fullmatch(key) and value for key, value in facts.items()):
         each = 4
     return sorted(layer for some in list(kinds.values())[:_MOST_KINDS] for layer in some[:each])
+
+
+def _find_parts(facts: dict[str, Any], depth: int) -> dict[str, range]:
+    """The layers of each part that has its own number of them, one part behind the other, where these add up."""
+    counts = {key: value for key, value in facts.items() if _PART.fullmatch(key) and not _DEPTH.fullmatch(key)}
+    if len(counts) < 2 or any(type(one) is not int for one in counts.values()) or sum(counts.values()) != depth:
+        return {}
+    ends = list(itertools.accumulate(counts.values()))
+    return {key: range(end - counts[key], end) for key, end in zip(counts, ends, strict=True)}
 
 
 def _is_list_of_numbers(key: str, value: Any, depth: int) -> bool:
