@@ -22,7 +22,6 @@ Part = Literal["columns", "joined", "rows", "own_rows", "partial", "words", "exp
 STYLES: dict[str, Part] = {
     "colwise": "columns",
     "colwise_gather_output": "joined",
-    "colwise_rep": "joined",  # its name in transformers 5.0
     "rowwise": "rows",
     "rowwise_split_input": "own_rows",
     "replicated_with_grad_allreduce": "partial",
