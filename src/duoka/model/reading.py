@@ -71,7 +71,8 @@ def _refuse_unfilled(folder: Path, model: torch.nn.Module, found: dict[str, Any]
 
 
 def _counted(names: list[str]) -> str:
-    listed = ", ".join(names[:_NAMED]) + (", ..." if names[_NAMED:] else "")
+    # As a file has them: PEFT names the adapter in the model's (up to 0.20 in all).
+    listed = ", ".join(name.replace(".default.", ".") for name in names[:_NAMED]) + (", ..." if names[_NAMED:] else "")
     return f"{len(names):,} weight{'s' if names[1:] else ''} ({listed})"
 
 
