@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from needs import since
 from sequences import CASES, CLIP, WIDE, Case, distance, heads, learn_alone_once, learn_together
 from worlds import run_world
 
@@ -100,6 +101,7 @@ def test_four_ranks_share_experts_beside_copies_and_sequences():
     )
 
 
+@since(transformers="5.23")  # a part for the experts of Qwen2
 def test_tensor_ranks_share_experts_and_send_a_part_of_the_tokens_each():
     run_world(
         2, compare_all, [("single·tp2·ep2", ["Qwen3", "balanced", "two take all", "LoRA", "Mixtral, padded", "Qwen2"])]

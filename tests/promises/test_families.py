@@ -7,6 +7,7 @@ import json
 
 import pytest
 from families import EXACT, SHOWN, all_families, measure_family, write_family, written_rows
+from needs import since
 from oracle import train as oracle_train
 from safetensors.torch import load_file
 from tiny import build_tiny_tokenizer, write_conversations
@@ -123,5 +124,6 @@ def test_what_duoka_chooses_by_itself_is_exact(name):
         assert row.written is None or row.written > EXACT, f"its own attention would do: {row}"
 
 
+@since(transformers="5.24")
 def test_the_documents_speak_of_every_family():
     assert sorted(written_rows()) == all_families()

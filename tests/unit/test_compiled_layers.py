@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from needs import since
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -112,6 +113,7 @@ def test_a_layer_is_one_graph_that_serves_all_packed_rows(family, row_tokens, ke
         assert torch.allclose(one.grad, two.grad, rtol=1e-4, atol=1e-5)
 
 
+@since(torch="2.13")
 def test_attention_of_each_document_on_a_cpu_is_not_compiled(traced) -> None:
     """It was made anew for lengths of 1 and more, with a window and without, until torch said that it gives up."""
     window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}

@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 from families import write_family
+from needs import since
 from safetensors.torch import load_file, save_file
 from tiny import build_tiny_tokenizer, write_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -161,6 +162,7 @@ def test_the_folder_of_a_run_knows_what_ends_an_answer_as_an_export_does(tiny_mo
     assert written["eos_token_id"] == [own, 9]
 
 
+@since(transformers="5.23")
 @pytest.mark.parametrize("odd", [{"temperature": 0.9, "top_p": 0.6}, {"pad_token_id": -1}], ids=["Vicuna", "Llama 2"])
 def test_a_contradiction_in_a_published_file_stops_no_result(tmp_path: Path, odd: dict) -> None:
     """transformers writes such a file back as it came, and refuses it when what ends an answer is added."""
