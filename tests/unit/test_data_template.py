@@ -11,6 +11,7 @@ import pytest
 from data_kit import TURNS, alpaca_record, form_of, messages_record, sharegpt_record
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from needs import since
 
 from duoka.data.read.formats import BadRecord, Example, Message, read_example
 from duoka.data.tokens.template import Targets, encode, encode_prompt, render_prompt
@@ -96,6 +97,7 @@ def test_a_turn_of_weight_0_is_context_alone(tokenizer: ChatTokenizer) -> None:
     assert learned(read_example(record, form_of("messages")), tokenizer, "last") == []
 
 
+@since(transformers="5.20")
 @pytest.mark.parametrize("turns", [TURNS, TURNS[1:]], ids=["with system", "without system"])
 def test_ids_are_those_of_transformers(request: pytest.FixtureRequest, turns: list[tuple[str, str]]) -> None:
     from transformers import AutoTokenizer

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import packed, padded
+from needs import since
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from duoka.data.feed.epoch_plan import MicroPlan
@@ -121,6 +122,7 @@ def test_padding_has_no_place_in_a_text(tmp_path) -> None:
     assert document_lengths(batch.position_ids).tolist() == [[5] * 5, [3, 3, 3, 1, 1]]
 
 
+@since(transformers="5.20")
 def test_an_answer_that_grows_past_the_turn_is_read_again_as_transformers_does() -> None:
     alone, ours = build("longrope")
     (prompt,) = draw((LONG - 4,))

@@ -14,9 +14,9 @@ from duoka.plan.sizes import ModelShape
 
 # Whether that attention is written out, and keeps the scores of all pairs of a row's tokens.
 OWN_ATTENTION: Mapping[str, bool] = {
-    "axk2": False, "bloom": True, "deepseek_v32": False, "deepseek_v4": True, "falcon": False,
-    "git": True, "glm_moe_dsa": False, "gpt_neo": True, "gpt_neox_japanese": True, "hy_v4": True,
-    "inkling2_loop_text": True, "inkling2_text": True, "inkling_text": False, "llama4": False, "llama4_text": False, "mpt": True, "mvp": True,
+    "axk2": False, "bloom": True, "deepseek_v32": False, "deepseek_v4": True, "falcon": False, "git": True,
+    "glm_moe_dsa": False, "gpt_neo": True, "gpt_neox_japanese": True, "hy_v4": True, "inkling2_loop_text": True,
+    "inkling2_text": True, "inkling_text": False, "llama4": False, "llama4_text": False, "mpt": True, "mvp": True,
     "trocr": True, "xglm": True,
 }  # fmt: skip
 
