@@ -58,10 +58,17 @@ def test_the_public_workflow_does_what_ci_does() -> None:
     workflow = read_yaml(".github/workflows/ci.yml")
     typed = [step.get("run") for job in workflow["jobs"].values() for step in job["steps"]]
     assert "bash .ci/run" in typed and "make nightly" in typed and "make dist" in typed
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", text, flags=re.MULTILINE))
     for line in filter(None, typed):
         if line.startswith("make "):
-            assert set(line.split()[1:]) <= targets, line
+            words = re.sub(r"\$\{\{.*?\}\}", "x", line).split()[1:]
+            assert {word for word in words if "=" not in word} <= targets, line
+            assert all(
+                re.search(rf"^{word.partition('=')[0]} \??:?=", text, re.MULTILINE) for word in words if "=" in word
+            )
+    for ends in workflow["jobs"]["versions"]["strategy"]["matrix"]["include"]:
+        assert (ROOT / ends["constraints"]).exists()
 
 
 def test_templates_ask_for_what_duoka_prints() -> None:
