@@ -5,8 +5,8 @@
 Every case is one `duoka train` of a model with random weights on this machine's Python library as text, packed rows,
 bf16. MFU stands beside two rates: the best bf16 product of 8,192 x 8,192 matrices measured here, and the data sheet's.
 Cases that --out holds already from this code are kept, so that a series can be done in parts. What cannot be run here
-(memory, time) is named with its reason. Within --minutes no case begins that would not end in it, and the first of
-the list say most. `--tiny` is a rehearsal of all cases on any machine.
+(memory, time) is named with its reason. Within --minutes cases begin, those that say most first, until there is no time
+for another. `--tiny` is a rehearsal of all cases on any machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pretrain import read_documents
 
 VOCABULARY_LEARNED = 4096
 GIB = 1 << 30
-SHORTEST_S = 45  # a case on a fast host, its model's writing counted: with less left none begins
+SHORTEST_S = 45  # what a case took on one host, its model's writing counted: with less left none begins
 WARM_STEPS = 4  # compilation, the allocator, the first batch
 
 
