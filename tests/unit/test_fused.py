@@ -133,7 +133,7 @@ def test_what_computes_otherwise_is_left_alone():
     assert apply_fused(GemmaForCausalLM(config)) == 1  # its rotation; norms by 1 + weight, MLPs with GELU
 
 
-def test_a_decorated_attention_turns_by_our_rotation_and_keeps_its_decorator():
+def test_a_decorated_attention_turns_by_our_rotation_and_keeps_its_decorator(monkeypatch):
     """As transformers decorates it, where an argument has another name since a later version."""
 
     def renamed(forward):
@@ -158,6 +158,7 @@ def test_a_decorated_attention_turns_by_our_rotation_and_keeps_its_decorator():
     tables = LlamaRotaryEmbedding(config)(x, places)
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
     want, _ = plain[0](x, position_embeddings=tables, attention_mask=mask)
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.apply_rotary_pos_emb", None)  # nobody calls theirs
     got, _ = ours[0](x, position_embeddings=tables, mask=mask)
     assert torch.equal(got, want) and called == [["mask", "position_embeddings"]]
 
