@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from needs import since
 
 from duoka.cli import config as config_cli
 from duoka.cli import init as init_cli
@@ -91,9 +92,10 @@ def test_show_refuses_a_bad_config_with_its_faults() -> None:
     assert isinstance(call(config_cli.command, "show", "sft.yaml").exception, Faults)
 
 
+@since(pydantic="2.14")  # with older ones the second schema of a process has a default too many
 def test_the_json_schema_knows_every_key_its_bounds_and_the_short_forms() -> None:
     schema = json.loads(call(config_cli.command, "schema").output)
-    assert schema == json.loads(json.dumps(json_schema()))
+    assert schema == json_schema()
     text = json.dumps(schema)
     assert '"ge"' not in text and '"gt"' not in text and '"lt"' not in text
     assert schema["additionalProperties"] is False and schema["required"] == ["model", "data"]
