@@ -47,6 +47,19 @@ def test_a_home_that_is_none_has_no_measurements(monkeypatch: pytest.MonkeyPatch
         read_hardware(tmp_path / "hardware.json")
 
 
+def test_a_user_without_a_home_keeps_measurements_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They went to a folder named ~ in the current one."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.delenv("HOME", raising=False)
+    assert hardware_file({"DUOKA_CACHE": "/kept"}) == Path("/kept/hardware.json")
+    assert hardware_file({"XDG_CONFIG_HOME": "/x"}) == Path("/x/duoka/hardware.json")
+    assert read_hardware(hardware_file({})) is None
+
+
 @pytest.fixture
 def read_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A container's root that nobody may write to, and one folder of this test's that everybody may."""

@@ -307,11 +307,14 @@ def _cpu(machine: Machine) -> Device:
 
 
 def hardware_file(env: Mapping[str, str] = os.environ) -> Path:
-    """Where `duoka bench hardware` writes: DUOKA_HARDWARE, or the user's configuration folder."""
+    """Where `duoka bench hardware` writes: DUOKA_HARDWARE, or the user's configuration folder; the cache folder's for
+    a container's user without a home."""
     if env.get("DUOKA_HARDWARE"):
         return Path(env["DUOKA_HARDWARE"])
-    home = env.get("XDG_CONFIG_HOME") or os.path.join(env.get("HOME") or os.path.expanduser("~"), ".config")
-    return Path(home) / "duoka" / "hardware.json"
+    home = env.get("HOME") or os.path.expanduser("~")
+    if home == "~" and not env.get("XDG_CONFIG_HOME"):
+        return Path(env.get("DUOKA_CACHE") or os.devnull) / "hardware.json"
+    return Path(env.get("XDG_CONFIG_HOME") or os.path.join(home, ".config")) / "duoka" / "hardware.json"
 
 
 def read_hardware(path: Path | None = None) -> dict[str, Any] | None:
