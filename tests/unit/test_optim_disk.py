@@ -165,6 +165,17 @@ def test_a_full_disk_says_what_is_needed(tmp_path: Path, monkeypatch) -> None:
     assert "does not fit on the disk" in str(caught.value) and f"{format_bytes(5 * GIB)} needed" in str(caught.value)
 
 
+def test_a_system_that_cannot_reserve_room_gives_the_size_where_the_disk_has_it(tmp_path: Path, monkeypatch) -> None:
+    """macOS has no posix_fallocate: `duoka bench hardware` ended there in a traceback."""
+    monkeypatch.delattr(os, "posix_fallocate")
+    file, page = DiskFile(tmp_path, 3 * 4096, "the optimizer's state"), Slot(4096)
+    file.read(2 * 4096, page.part(0, 4096))
+    assert not page.bytes.any() and file.mapped().shape == (3 * 4096,)
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    with pytest.raises(StorageError, match="does not fit on the disk"):
+        DiskFile(tmp_path, 2 * free, "the optimizer's state")
+
+
 def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "fast").write_text("")
     with pytest.raises(StorageError, match="cannot be kept"):

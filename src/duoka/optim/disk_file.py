@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from duoka.errors import StorageError
+from duoka.runs.disk_room import reserve_disk
 from duoka.units import format_bytes
 
 PAGE_BYTES = 4096  # what reads and writes past the page cache want addresses, offsets and lengths to be multiples of
@@ -67,7 +68,7 @@ class DiskFile:
                 "cannot be kept", error, "write   folder:   of another disk, or offload to the host"
             ) from None
         try:
-            os.posix_fallocate(self._handle, 0, self.size_bytes)
+            reserve_disk(self._handle, self.size_bytes)
         except OSError as error:
             os.close(self._handle)
             del self._handle

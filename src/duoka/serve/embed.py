@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from duoka.data.tokens.rows import refuse_texts_without_row
 from duoka.errors import ConfigError, DataError, typed
 from duoka.plan.families import longest_text
+from duoka.runs.disk_room import reserve_disk
 from duoka.serve.load_run import Trained, agree_on_checkpoint, choose_dtype, load_chat_tokenizer, load_trained
 
 if TYPE_CHECKING:
@@ -130,7 +131,8 @@ def embed(
         num_dims = int(lm.config.get_text_config().hidden_size)  # type: ignore[union-attr, operator]
         if world.is_main:
             np.lib.format.open_memmap(draft, mode="w+", dtype=np.float32, shape=(len(texts), num_dims)).flush()
-            _reserve(draft)
+            with draft.open("rb+") as file:
+                reserve_disk(file.fileno(), draft.stat().st_size)
         world.barrier()
         own = {place: tokenizer.encode(texts[place])[0] for place in range(world.rank, len(texts), world.size)}
         if not trained.is_adapted:  # an adapter may have brought rows
@@ -146,14 +148,6 @@ def embed(
     if not world.is_main:
         return None
     return Embedded(target, len(texts), num_dims, int(counts[0]), int(counts[1]), world.size)
-
-
-def _reserve(path: Path) -> None:
-    """Give every byte of a file its place on the disk: a mapped page that finds none there would be a SIGBUS."""
-    if not hasattr(os, "posix_fallocate"):
-        return
-    with path.open("rb+") as file:
-        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
 def _open_shared(target: Path) -> np.ndarray:
