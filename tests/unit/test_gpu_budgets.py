@@ -13,7 +13,7 @@ LORA = {"rank": 4}
 # Steps whose kernels are counted per layer, from one with one layer and one with two.
 PER_LAYER = {
     "full": ({}, 84),
-    "lora": ({"lora": LORA}, 142),
+    "lora": ({"lora": LORA}, 145),
     "fp8": ({"precision": "fp8"}, 277),
     "bf16 weights": ({"weights": "bf16"}, 60),
     "full, shared prefixes": ({"alike": True}, 88),
@@ -22,7 +22,7 @@ PER_LAYER = {
 KERNELS = ["norm", "rotation", "MLP", "loss"]
 WITH_LIGER = {
     "full, Liger": ({"kernels": KERNELS}, 62),
-    "lora, Liger": ({"lora": LORA, "kernels": KERNELS}, 128),
+    "lora, Liger": ({"lora": LORA, "kernels": KERNELS}, 131),
     "full, selective, Liger": ({"recompute": "selective", "kernels": KERNELS}, 95),
 }
 # Steps of two layers that must run, with as few waits as any.

@@ -15,12 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from duoka.model import gpu_kernels, native
-from duoka.model.dropout import CountedDropout, drop_units, keep_scale, level_of
+from duoka.model.adapted import forward_adapted, is_frozen_with_adapter
 from duoka.model.gated import forward_gated
-from duoka.model.head import plain_adapter
-from duoka.model.quantize import Packed, dtype_of, is_packed, weight_in
+from duoka.model.remade import can_be_remade
 from duoka.model.rotary import own_rotation, repeats_tables
-from duoka.torch_private import in_shape_of
 
 CLOSE = 1e-5
 _PART = "fused_part"  # of a class
@@ -62,7 +60,7 @@ def _find_kind(module: torch.nn.Module, adapters: bool, in_place: bool) -> tuple
     if hasattr(module, "q_proj"):
         return "rotation", _forward_rotated(type(module).forward, in_place)
     if adapters and hasattr(module, "lora_A"):
-        return "adapters", _forward_adapted if _is_frozen_with_adapter(module) else None
+        return "adapters", forward_adapted if is_frozen_with_adapter(module) else None
     return "", None
 
 
@@ -77,10 +75,9 @@ def _with_forward(kind: type, forward: Any, part: str) -> type:
 class RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        dim = x.shape[-1]
-        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(dim).add_(eps).rsqrt_()
+        out, inverse = _norm(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse).mul_(weight)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -98,6 +95,12 @@ class RmsNorm(torch.autograd.Function):
         return x_grad, weight_grad, None
 
 
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x * weight / rms(x), 1 / rms of each row)."""
+    inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * inverse).mul_(weight), inverse
+
+
 class NarrowRmsNorm(torch.autograd.Function):
     """The same where products are bf16, on a CPU: its answer is narrow at once, so that nobody casts it again.
 
@@ -106,7 +109,7 @@ class NarrowRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        x = x.contiguous()
+        """x: contiguous."""
         out, inverse = native.norm_forward(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
         return out
@@ -118,18 +121,17 @@ class NarrowRmsNorm(torch.autograd.Function):
 
 
 def _forward_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    weight = self.weight
-    if native.narrows(hidden_states, weight):
-        narrow: torch.Tensor = NarrowRmsNorm.apply(hidden_states, weight, self.variance_epsilon)
-        return narrow
-    if hidden_states.is_cuda and (hidden_states.dtype == weight.dtype or torch.is_autocast_enabled("cuda")):
-        return norm_on_gpu(hidden_states, weight, self.variance_epsilon)
-    if hidden_states.dtype != weight.dtype:
-        return super(type(self), self).forward(hidden_states)  # type: ignore[misc, no-any-return]
-    if hidden_states.dtype not in (torch.float32, torch.float64):
-        return super(type(self), self).forward(hidden_states)  # type: ignore[misc, no-any-return]
-    answer: torch.Tensor = RmsNorm.apply(hidden_states, weight, self.variance_epsilon)
-    return answer
+    x, weight, eps = hidden_states, self.weight, self.variance_epsilon
+    if native.narrows(x, weight):
+        x = x.contiguous()  # here, so that what makes it again keeps no other
+        narrow: torch.Tensor = NarrowRmsNorm.apply(x, weight, eps)
+        return can_be_remade(narrow, lambda x, weight: native.norm_forward(x, weight, eps)[0], x, weight)
+    if x.is_cuda and (x.dtype == weight.dtype or torch.is_autocast_enabled("cuda")):
+        return norm_on_gpu(x, weight, eps)
+    if x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.float64):
+        return super(type(self), self).forward(x)  # type: ignore[misc, no-any-return]
+    answer: torch.Tensor = RmsNorm.apply(x, weight, eps)
+    return can_be_remade(answer, lambda x, weight: _norm(x, weight, eps)[0], x, weight)
 
 
 def norm_on_gpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -139,6 +141,11 @@ def norm_on_gpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tens
     and to keep its own copy of them.
     """
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    norm = functools.partial(_norm_to, eps=eps, dtype=dtype)
+    return can_be_remade(norm(x, weight), norm, x, weight)
+
+
+def _norm_to(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
     with torch.autocast("cuda", enabled=False):
         if gpu_kernels.takes("norm", x, weight):
             return gpu_kernels.norm(x, weight, eps, dtype)
@@ -220,88 +227,3 @@ def _answers_alike(kind: type, stub: Any, x: torch.Tensor, ours: Any) -> bool:
     except (AttributeError, TypeError, RuntimeError):
         return False  # it reads something that we do not know of
     return isinstance(want, torch.Tensor) and torch.allclose(ours(x), want, rtol=CLOSE, atol=CLOSE)
-
-
-# --- adapters beside a frozen layer: x W + scale (x A) B ---
-
-
-class AdaptedProduct(torch.autograd.Function):
-    """The small products are added inside the large ones' results: no pass over memory of their own."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor | Packed, bias: torch.Tensor | None, down: torch.Tensor,
-        up: torch.Tensor, scale: float, keys: torch.Tensor | None = None, place: int = 0, level: int = 0,
-    ) -> torch.Tensor:  # fmt: skip
-        """With `keys`, the adapter's input is dropped as `place` and `level` say; the mask is computed again later.
-
-        A packed weight is unpacked for each product, forward and backward.
-        """
-        flat = x.reshape(-1, x.shape[-1])
-        read = flat
-        if keys is not None:
-            scale *= keep_scale(level)
-            read = drop_units(flat, keys, place, level)
-        with torch.autocast(x.device.type, enabled=False):
-            out = F.linear(flat, _unpacked(weight, flat.dtype), bias)
-            low = read @ down.t()
-            out.addmm_(low, up.t(), alpha=scale)
-        kept, ctx.packed = (None, weight) if isinstance(weight, Packed) else (weight, None)
-        ctx.save_for_backward(flat, kept, down, up, low, keys)
-        ctx.scale, ctx.place, ctx.level = scale, place, level
-        return in_shape_of(x, out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        flat, kept, down, up, low, keys = ctx.saved_tensors
-        weight = kept if ctx.packed is None else ctx.packed
-        rows = grad.reshape(-1, grad.shape[-1])
-        with torch.autocast(grad.device.type, enabled=False):
-            # Thin matrices lie down, (rank, rows): standing up, CPU libraries take up to 12 times as long for these.
-            low_grad = (up.t() @ rows.t()).mul_(ctx.scale)
-            x_grad = None
-            if keys is not None:
-                if ctx.needs_input_grad[0]:
-                    x_grad = drop_units(low_grad.t() @ down, keys, ctx.place, ctx.level, in_place=True)
-                    x_grad = x_grad.addmm_(rows, _unpacked(weight, rows.dtype)).view(*grad.shape[:-1], -1)
-                flat = drop_units(flat, keys, ctx.place, ctx.level)
-            elif ctx.needs_input_grad[0]:
-                x_grad = (rows @ _unpacked(weight, rows.dtype)).addmm_(low_grad.t(), down).view(*grad.shape[:-1], -1)
-            down_grad = low_grad @ flat if ctx.needs_input_grad[3] else None
-            up_grad = (low.t() @ rows).mul_(ctx.scale).t() if ctx.needs_input_grad[4] else None
-        return x_grad, None, None, down_grad, up_grad, None, None, None, None
-
-
-def _unpacked(weight: torch.Tensor | Packed, dtype: torch.dtype) -> torch.Tensor:
-    return weight.unpack(dtype) if isinstance(weight, Packed) else weight
-
-
-def _forward_adapted(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    name = self.active_adapters[0]
-    drop = self.lora_dropout[name]
-    keys = drop.counted_keys(x) if isinstance(drop, CountedDropout) else None
-    is_drawn = keys is None and self.training and not isinstance(drop, _NO_DROPOUT)
-    # Rows and tokens may lie in one dim (OPT's MLP, shared experts).
-    fits = keys is None or x.shape[:-1] in (keys.shape, (keys.numel(),))
-    if args or kwargs or self.disable_adapters or self.merged or is_drawn or not fits:
-        return super(type(self), self).forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]
-    base, is_narrowed = self.base_layer, torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if is_narrowed else dtype_of(base)
-    bias = None if base.bias is None else base.bias.to(dtype)
-    answer: torch.Tensor = AdaptedProduct.apply(
-        x.to(dtype), weight_in(base, dtype), bias, self.lora_A[name].weight.to(dtype),
-        self.lora_B[name].weight.to(dtype), self.scaling[name],
-        *(() if keys is None else (keys.reshape(-1), drop.place, level_of(drop.p))),
-    )  # fmt: skip
-    return answer
-
-
-_NO_DROPOUT = torch.nn.Identity
-
-
-def _is_frozen_with_adapter(module: Any) -> bool:
-    name = plain_adapter(module)
-    if name is None or not (type(module.base_layer) is torch.nn.Linear or is_packed(module.base_layer)):
-        return False
-    frozen = not any(p.requires_grad for p in module.base_layer.parameters())
-    return frozen and isinstance(module.lora_dropout[name], (_NO_DROPOUT, CountedDropout))

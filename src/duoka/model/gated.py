@@ -6,12 +6,14 @@ compute it, by device: Liger's (gpu_kernels.py), the compiled ones (native.py), 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from duoka.model import gpu_kernels, native
+from duoka.model.adapted import Call, call_of, forward_adapted, multiply, rebuilt
 from duoka.model.fp8 import (
     E4M3,
     E5M2,
@@ -63,40 +65,70 @@ class SiluTimesDown(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         gate, up, weight = ctx.saved_tensors
-        rows, weight_grad = grad.reshape(-1, grad.shape[-1]), None
+        rows, found = grad.reshape(-1, grad.shape[-1]), []
         if ctx.left is not None:
             waiting, source = ctx.left
             waiting.leave(source, lambda: rows.t() @ _silu_times(gate, up).view(-1, up.shape[-1]))
         with torch.autocast(grad.device.type, enabled=False):
-            # What waits reads gate and up again.
-            if ctx.left is None and gpu_kernels.takes("MLP", gate, up):
-                return *_through_liger(rows, gate, up, weight, ctx.needs_input_grad[2]), None
-            if _is_narrow(gate, up):
-                inner = (rows @ weight).view_as(up)
-                gate_grad, up_grad, both = native.silu_times_backward(inner, gate, up, again=ctx.needs_input_grad[2])
-                if both is not None:
-                    weight_grad = rows.t() @ both.view(-1, up.shape[-1])
-                return gate_grad, up_grad, weight_grad, None
-            silu = F.silu(gate)
-            if ctx.needs_input_grad[2]:
-                weight_grad = rows.t() @ (silu * up).view(-1, up.shape[-1])
-            inner = (rows @ weight).view_as(up)
-        return _gate_gradient(inner, gate, up), silu.mul_(inner), weight_grad, None
+            slopes = _gradients(
+                gate,
+                up,
+                lambda: (rows @ weight).view_as(up),
+                (lambda both: found.append(rows.t() @ both)) if ctx.needs_input_grad[2] else None,
+                in_place=ctx.left is None,  # what waits reads gate and up again
+            )
+        return *slopes, found[0] if found else None, None
 
 
-def _through_liger(
-    rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, wants_weight: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of gate, up and weight, from that of what the product gave."""
-    found: list[torch.Tensor] = []
+class SiluTimesAdapted(torch.autograd.Function):
+    """The same before a frozen product with an adapter, which reads silu(gate) * up for a gradient too."""
 
-    def find(both: torch.Tensor) -> torch.Tensor:
-        if wants_weight:
-            found.append(rows.t() @ both.view(-1, up.shape[-1]))
-        return (rows @ weight).view_as(up)
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, *call: Any) -> torch.Tensor:
+        both = _silu_times(gate, up).view(-1, up.shape[-1])
+        return in_shape_of(gate, multiply(ctx, both, Call(*call), gate, up))
 
-    gate_grad, up_grad = gpu_kernels.silu_times_backward(gate, up, find)
-    return gate_grad, up_grad, found[0] if found else None
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (gate, up), gradients = rebuilt(ctx, grad)
+        found: list[torch.Tensor] = []
+        learn = (lambda both: found.append(gradients.of_down(both))) if ctx.needs_input_grad[4] else None
+        slopes: tuple[torch.Tensor | None, ...] = (None, None)
+        if any(ctx.needs_input_grad[:2]):
+            slopes = _gradients(gate, up, lambda: gradients.of_input().view_as(up), learn, in_place=True)
+        elif learn is not None:
+            learn(_silu_times(gate, up).view(-1, up.shape[-1]))
+        up_grad = gradients.of_up() if ctx.needs_input_grad[5] else None
+        return *slopes, None, None, found[0] if found else None, up_grad, None, None, None, None
+
+
+def _gradients(
+    gate: torch.Tensor, up: torch.Tensor, of_both: Callable[[], torch.Tensor],
+    learn: Callable[[torch.Tensor], None] | None, *, in_place: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Of gate and up, from that of silu(gate) * up, rows of which are given to `learn`.
+
+    `in_place`: a GPU's kernel may write over gate and up.
+    """
+    width = up.shape[-1]
+    if in_place and gpu_kernels.takes("MLP", gate, up):
+
+        def find(both: torch.Tensor) -> torch.Tensor:
+            if learn is not None:
+                learn(both.view(-1, width))
+            return of_both()
+
+        return gpu_kernels.silu_times_backward(gate, up, find)
+    if _is_narrow(gate, up):
+        gate_grad, up_grad, both = native.silu_times_backward(of_both(), gate, up, again=learn is not None)
+        if both is not None and learn is not None:
+            learn(both.view(-1, width))
+        return gate_grad, up_grad
+    silu = F.silu(gate)
+    if learn is not None:
+        learn((silu * up).view(-1, width))
+    inner = of_both()
+    return _gate_gradient(inner, gate, up), silu.mul_(inner)
 
 
 class SiluTimesDownFp8(torch.autograd.Function):
@@ -119,10 +151,7 @@ class SiluTimesDownFp8(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             weight_grad = weight_gradient(rows, _narrow_inside(gate, up), grad.dtype).to(ctx.weight_dtype)
         inner = input_gradient(rows, weight_again(kept, grad.dtype), grad.dtype).view_as(up)
-        if _is_narrow(gate, up):
-            gate_grad, up_grad, _ = native.silu_times_backward(inner, gate, up, again=False)
-            return gate_grad, up_grad, weight_grad, None
-        return _gate_gradient(inner, gate, up), F.silu(gate).mul_(inner), weight_grad, None
+        return *_gradients(gate, up, lambda: inner, None, in_place=False), weight_grad, None
 
 
 def _narrow_inside(gate: torch.Tensor, up: torch.Tensor) -> Narrow:
@@ -148,6 +177,10 @@ def _gate_gradient(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> 
 def forward_gated(self: Any, x: torch.Tensor) -> torch.Tensor:
     gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
     is_cut = getattr(down, "takes_parts", False)  # of what ranks share: parallel/tensor.py
+    if getattr(type(down), "forward", None) is forward_adapted and not (down._forward_hooks or down._forward_pre_hooks):
+        call = call_of(down, gate)
+        if call is not None and call.down.dtype == gate.dtype:
+            return SiluTimesAdapted.apply(gate, up, *call)  # type: ignore[no-any-return]
     is_plain = type(down) in (torch.nn.Linear, SplitLinear, Fp8Linear) and down.bias is None
     if not (is_plain or is_cut) or down._forward_hooks or down._forward_pre_hooks:
         times = gpu_kernels.silu_times if gpu_kernels.takes("MLP", gate, up) else SiluTimes.apply

@@ -30,6 +30,7 @@ class Means:
     experts_learn: bool
     in_8_bits: bool
     readers: frozenset[str] | None = None  # products that keep what they read: they learn, or adapters do; None: all
+    remakes: bool = False  # adapters do not keep what they read where that is made again of what is kept
     compiled: bool = False  # torch.compile chooses what it keeps, on a GPU
 
     @property
@@ -57,6 +58,8 @@ def kept_by_norms(shape: ModelShape, how: Means) -> float:
     if before == 0:
         return kept + _products_keep(count, how.stream, how) + _products_keep(inside, how.stream, how)
     given = _norm_gives(parts.norm, how.stream, how)
+    if _is_remade(parts.norm, how):
+        count, inside = 0, inside if shape.experts is not None else 0  # experts read rows in another shape
     kept += before * _norm_reads(parts.norm, how.stream, how)
     if how.compiled and how.in_8_bits:  # norms are computed again, and what they give is rounded again
         count = inside = 0
@@ -107,6 +110,11 @@ def _norm_gives(kind: str, width: int, how: Means) -> int:
 def _is_one_kernel(width: int, how: Means) -> bool:
     """An RMS norm: everywhere but on a CPU without compiled kernels, of what is narrow already."""
     return how.on_gpu or how.kernels or width == _WIDE
+
+
+def _is_remade(kind: str, how: Means) -> bool:
+    """What a norm gives, where adapters alone read it."""
+    return how.remakes and kind in ("rms", "wide") and _is_one_kernel(how.stream, how)
 
 
 def _products_keep(count: int, width: int, how: Means) -> int:
@@ -164,7 +172,7 @@ def _kept_by_latent_attention(shape: ModelShape, how: Means) -> float:
     kept: float = 0.0
     for given, read in narrow:
         kept += _norm_reads(shape.parts.norm, how.size, how) * read
-        kept += how.size * given
+        kept += 0 if _is_remade(shape.parts.norm, how) else how.size * given
     # Beside them what documents' outputs are joined into, or cut out of filled heads.
     return kept + how.size * (4 * keys + shape.q_size) + _WIDE * shape.num_heads
 
@@ -175,11 +183,16 @@ _GATED = 4  # with a gate, as the model writes it: gate, its activation, the oth
 _CLAMPED = 7  # and cut off, as gpt-oss does
 
 
-def keeps_gated(shape: ModelShape, how: Means) -> bool:
-    """Whether what a gate gave is kept, for adapters that read it; without any, it is computed again."""
+def adapts_gated(shape: ModelShape, how: Means) -> bool:
+    """Whether adapters read what a gate gave."""
     mlp = linears_of(shape)[1]
     down = mlp[-1:] if shape.experts is None else [one for one in mlp if one.name.endswith("down_proj")]
     return not how.learns and any(how.keeps_input(one) for one in down)
+
+
+def _keeps_gated(shape: ModelShape, how: Means) -> bool:
+    """Whether it is kept for them; without any, or computed with them, it is computed again."""
+    return adapts_gated(shape, how) and not how.remakes
 
 
 def kept_by_mlp(shape: ModelShape, how: Means) -> tuple[float, float]:
@@ -197,7 +210,7 @@ def kept_by_mlp(shape: ModelShape, how: Means) -> tuple[float, float]:
         return 0.0, (2 + (is_read and not how.in_8_bits)) * size * shape.intermediate_size
     if parts.joined_gate or parts.act != "silu":
         return 0.0, (_GATED - (not is_read)) * size * shape.intermediate_size
-    return 0.0, (2 + keeps_gated(shape, how)) * size * shape.intermediate_size
+    return 0.0, (2 + _keeps_gated(shape, how)) * size * shape.intermediate_size
 
 
 def _kept_by_experts(shape: ModelShape, experts: Experts, how: Means) -> tuple[float, float]:
@@ -212,4 +225,4 @@ def _kept_by_experts(shape: ModelShape, experts: Experts, how: Means) -> tuple[f
     whole += size * (experts.wide_router and how.is_half and how.learns)  # a copy by way of fp32
     rows = (1 + how.experts_learn) * active * size * shape.hidden_size
     inside = (_CLAMPED if shape.parts.writes_attention else _GATED) - (not how.experts_learn)
-    return whole * shape.hidden_size, rows + inside * size * width + (2 + keeps_gated(shape, how)) * size * shared
+    return whole * shape.hidden_size, rows + inside * size * width + (2 + _keeps_gated(shape, how)) * size * shared

@@ -18,7 +18,7 @@ from duoka.plan.activations import (
     tail_bytes,
 )
 from duoka.plan.fp8 import fp8_weights
-from duoka.plan.layer_parts import keeps_gated
+from duoka.plan.layer_parts import adapts_gated
 from duoka.plan.layout import Layout
 from duoka.plan.model_share import ModelShare
 from duoka.plan.offload import LAYERS_HERE
@@ -281,8 +281,9 @@ def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
     size, shape = 4 if layout.precision == "fp32" else 2, work.shape
     if work.program is not None:  # which shares them along the sequence too
         return 3 * size * tokens * (shape.intermediate_size + shape.hidden_size) // layout.tp
-    # What an adapter behind the gate read is let go before gate and up have theirs.
-    is_let_go = shape.gated and shape.experts is None and keeps_gated(shape, means_of(work, layout))
+    # What an adapter behind the gate reads is let go before gate and up have theirs, but by a kernel that makes all three.
+    how = means_of(work, layout)
+    is_let_go = shape.gated and shape.experts is None and adapts_gated(shape, how) and not (how.remakes and how.kernels)
     inside = 3 - is_let_go
     own = size * tokens * (inside * shape.intermediate_size // layout.tp + 3 * shape.hidden_size)
     return own + _stacked_bytes(work, layout)
