@@ -10,8 +10,8 @@ from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from duoka.config.schema import LoraConfig
-from duoka.model.build import LossModel, load_model
 from duoka.model.adapted import AdaptedProduct
+from duoka.model.build import LossModel, load_model
 from duoka.model.fused import RmsNorm, apply_fused, fused_parts
 from duoka.model.gated import SiluTimes, SiluTimesDown, forward_gated
 from duoka.model.loss import Goal

@@ -86,7 +86,7 @@ def test_short_samples_need_less_than_the_bound_and_the_plan_says_both():
     assert seen.at_most_bytes == blind.memory.peak_bytes > 1.5 * seen.memory.peak_bytes
     assert "at most" in blind.memory_sentence() and "at most" not in seen.memory_sentence()
     # A look into files may be wrong by a factor of two: what would not fit then is not called safe.
-    tight = Machine(2, 64 * GIB, int(1.4 * seen.memory.peak_bytes))
+    tight = Machine(2, 64 * GIB, int(1.35 * seen.memory.peak_bytes))
     words = {}
     for basis in ("tokenized", "sampled"):
         known = Lengths(basis, 99, 50.0, 90, (50,) * 16)

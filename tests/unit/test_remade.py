@@ -135,8 +135,10 @@ def test_what_is_kept_in_its_place_goes_with_the_graph():
     assert there() is None and out.grad_fn is not None
 
 
-def test_a_pass_without_gradients_leaves_nothing_beside_a_tensor():
+def test_what_has_to_be_kept():
     with torch.no_grad():
         assert remade(can_be_remade(torch.ones(2), torch.clone, torch.ones(2))) is None
     assert remade(torch.ones(2)) is None
+    written = can_be_remade(torch.ones(2), torch.clone, torch.ones(2))
+    assert remade(written.mul_(2)) is None, "what is there is not what would be made"
     assert isinstance(remade(can_be_remade(torch.ones(2), torch.clone, torch.ones(2))).recipe, Recipe)

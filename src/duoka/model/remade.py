@@ -39,16 +39,17 @@ class Recipe:
 class Remade(NamedTuple):
     recipe: Recipe
     sources: tuple[torch.Tensor, ...]
+    version: int  # of the tensor that it makes: written over, it would be another
 
 
 def can_be_remade(tensor: torch.Tensor, make: Make, *sources: torch.Tensor) -> torch.Tensor:
     """The same tensor, of which its readers know that `make(*sources)` gives it again."""
     if torch.is_grad_enabled():
-        setattr(tensor, _ATTRIBUTE, Remade(Recipe(make), sources))
+        setattr(tensor, _ATTRIBUTE, Remade(Recipe(make), sources, tensor._version))
     return tensor
 
 
 def remade(tensor: torch.Tensor) -> Remade | None:
     """How it is made again; None: it has to be kept."""
     found: Remade | None = getattr(tensor, _ATTRIBUTE, None)
-    return found
+    return None if found is None or found.version != tensor._version else found

@@ -60,15 +60,17 @@ def _is_compiled_for(work: Work, layout: Layout) -> bool:
 
 
 def activation_bytes_per_token(
-    work: Work, layout: Layout, length: int = 0, number: int | None = None
+    work: Work, layout: Layout, length: int = 0, number: int | None = None, *, with_remade: bool = False
 ) -> tuple[float, str]:
     """What one layer keeps of one token until its backward pass, on one rank, and the formula in words.
 
-    `number`: of that layer, under train_only; without one, of a layer of which all is trained.
+    `number`: of that layer, under train_only; without one, of a layer of which all is trained. `with_remade`: also
+    what it does not keep, and makes again.
     """
     if work.program is not None:
         return _kept_by_program(work, work.program, layout, length)
-    whole, cut, formula = _kept_by_duoka(work, layout, length, number)
+    how = means_of(work, layout, number)
+    whole, cut, formula = _kept_by_duoka(work, layout, length, replace(how, remakes=how.remakes and not with_remade))
     if layout.tp > 1:
         formula += f", / {layout.tp} but for what norms read and give, which every tensor-parallel rank has"
     return whole + cut / layout.tp, formula
@@ -139,9 +141,9 @@ def _readers(work: Work, number: int | None) -> frozenset[str] | None:
     return frozenset(one.name for one in shape.linears if learns and is_trained(one.name, chosen))
 
 
-def _kept_by_duoka(work: Work, layout: Layout, length: int, number: int | None) -> tuple[float, float, str]:
+def _kept_by_duoka(work: Work, layout: Layout, length: int, how: Means) -> tuple[float, float, str]:
     """(what tensor-parallel ranks each keep whole, what they share, the formula)."""
-    shape, how = work.shape, means_of(work, layout, number)
+    shape = work.shape
     norms, attention = kept_by_norms(shape, how), kept_by_attention(shape, how)
     apart, shared = kept_by_mlp(shape, how)
     # Two numbers a row for the norms.

@@ -281,7 +281,7 @@ def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
     size, shape = 4 if layout.precision == "fp32" else 2, work.shape
     if work.program is not None:  # which shares them along the sequence too
         return 3 * size * tokens * (shape.intermediate_size + shape.hidden_size) // layout.tp
-    # What an adapter behind the gate reads is let go before gate and up have theirs, but by a kernel that makes all three.
+    # What an adapter behind the gate reads is let go before gate and up have theirs; one kernel makes all three.
     how = means_of(work, layout)
     is_let_go = shape.gated and shape.experts is None and adapts_gated(shape, how) and not (how.remakes and how.kernels)
     inside = 3 - is_let_go

@@ -273,7 +273,7 @@ def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load, rate
     cut = layout.tp * layout.pp * layout.sp / slowest_stage(work, layout)
     head = work.shape.num_head or work.shape.num_embedding
     matmul += cut * deepspeed.head_again(work, head, layout.tp)
-    kept, _ = activation_bytes_per_token(work, layout, round(load.length))
+    kept, _ = activation_bytes_per_token(work, layout, round(load.length), with_remade=True)
     touches = rates.touches * (COMPILED_TOUCHES if layout.compile else 1.0)
     if device.kind == "cpu" and work.lora is not None:
         kept += _thin_bytes(work, layout) / touches
