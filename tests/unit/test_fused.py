@@ -6,15 +6,28 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from duoka.config.schema import LoraConfig
 from duoka.model.adapted import AdaptedProduct
 from duoka.model.build import LossModel, load_model
-from duoka.model.fused import RmsNorm, apply_fused, fused_parts
-from duoka.model.gated import SiluTimes, SiluTimesDown, forward_gated
+from duoka.model.fused import OTHER_GATE, apply_fused, fused_parts
+from duoka.model.gated import GatedDown, forward_gated
+from duoka.model.gates import Gated
 from duoka.model.loss import Goal
+from duoka.model.norms import RmsNorm
 from duoka.model.request import ModelRequest
 
 
@@ -25,8 +38,8 @@ def draw(*shape):
 def test_gradients_are_those_of_finite_differences():
     torch.manual_seed(0)
     assert torch.autograd.gradcheck(lambda x, w: RmsNorm.apply(x, w, 1e-3), (draw(2, 3, 5), draw(5)))
-    assert torch.autograd.gradcheck(SiluTimes.apply, (draw(3, 4), draw(3, 4)))
-    assert torch.autograd.gradcheck(SiluTimesDown.apply, (draw(2, 3, 4), draw(2, 3, 4), draw(5, 4)))
+    assert torch.autograd.gradcheck(Gated.apply, (draw(3, 4), draw(3, 4)))
+    assert torch.autograd.gradcheck(GatedDown.apply, (draw(2, 3, 4), draw(2, 3, 4), draw(5, 4)))
     weight, bias = draw(6, 5).detach(), draw(6).detach()
     adapted = (draw(2, 3, 5), draw(2, 5), draw(6, 2))
     assert torch.autograd.gradcheck(lambda x, a, b: AdaptedProduct.apply(x, weight, bias, a, b, 1.7), adapted)
@@ -126,12 +139,48 @@ def test_norms_of_queries_and_keys_learn_the_same():
         assert torch.allclose(got.grad, want.grad, rtol=1e-4, atol=1e-7), name
 
 
+SMALL = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "attn_implementation": "eager",
+}  # fmt: skip
+QWEN = {**SMALL, "layer_types": ["full_attention"], "hidden_act": "gelu"}
+BY_GELU = {  # norms by 1 + weight; how many of them, and what else is replaced
+    "gemma": (GemmaConfig(**SMALL), 3, 2),
+    "gemma2": (Gemma2Config(**SMALL, query_pre_attn_scalar=8), 5, 2),
+    "gemma3": (Gemma3TextConfig(**SMALL, query_pre_attn_scalar=8), 7, 2),
+    "qwen3.5": (Qwen3_5TextConfig(**QWEN), 5, 2),
+}
+
+
+@pytest.mark.parametrize("name", BY_GELU)
+@pytest.mark.parametrize("narrow", [False, True])
+def test_norms_by_one_plus_weight_and_gates_by_gelu_learn_the_same(name, narrow):
+    config, num_norms, others = BY_GELU[name]
+    torch.manual_seed(0)
+    exact = AutoModelForCausalLM.from_config(config)
+    for parameter in exact.parameters():  # norms begin as 1
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    plain, fused = copy.deepcopy(exact), copy.deepcopy(exact)
+    assert apply_fused(fused) == num_norms + others
+    assert fused_parts(fused) == {"norm", "rotation", OTHER_GATE}
+    ids = torch.randint(1, 32, (2, 20))
+    for model in (exact, plain, fused):
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow and model is not exact):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    for (name, want), rounded, got in zip(
+        exact.named_parameters(), plain.parameters(), fused.parameters(), strict=True
+    ):
+        far = (got.grad - want.grad).norm() / want.grad.norm()
+        # In half precision, no further than the model's own code.
+        limit = 2 * (rounded.grad - want.grad).norm() / want.grad.norm() + 1e-3 if narrow else 1e-5
+        assert far < limit, f"{name}: gradient is off by {far}, the model's own by {limit}"
+
+
 def test_what_computes_otherwise_is_left_alone():
-    config = GemmaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8,
-    )  # fmt: skip
-    assert apply_fused(GemmaForCausalLM(config)) == 1  # its rotation; norms by 1 + weight, MLPs with GELU
+    config = CohereConfig(**{**SMALL, "attn_implementation": "sdpa"}, logit_scale=1.0)  # its norms take the mean away
+    assert fused_parts(made := CohereForCausalLM(config)) == set() and apply_fused(made) == 1
+    assert fused_parts(made) == {"MLP"}, "its rotation turns pairs that lie side by side"
 
 
 def test_a_decorated_attention_turns_by_our_rotation_and_keeps_its_decorator(monkeypatch):

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from duoka.model import gpu_kernels
-from duoka.model.fused import norm_on_gpu
-from duoka.model.gated import SiluTimesDown
+from duoka.model.gated import GatedDown
 from duoka.model.loss import sum_cross_entropy
+from duoka.model.norms import norm_on_gpu
 from duoka.model.rotary import repeats_tables
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="NO TRITON: NO KERNEL WAS RUN")
@@ -311,7 +311,7 @@ def test_a_gated_mlp_learns_the_same(liger, frozen) -> None:
     learned = (gate, up) if frozen else (gate, up, weight)
     want = F.linear(F.silu(gate) * up, weight)
     wanted = torch.autograd.grad(want.square().sum(), learned)
-    ours = SiluTimesDown.apply(gate * 1, up * 1, weight)
+    ours = GatedDown.apply(gate * 1, up * 1, weight)
     got = torch.autograd.grad(ours.square().sum(), learned)
     assert torch.allclose(ours, want, atol=1e-6) and len(liger) == 2
     for one, two in zip(got, wanted, strict=True):
@@ -324,7 +324,7 @@ def test_a_product_that_waits_keeps_what_it_is_made_of(liger) -> None:
 
     gate, up, waiting = torch.randn(3, 6, requires_grad=True), torch.randn(3, 6, requires_grad=True), Waiting()
     weight = torch.randn(4, 6, requires_grad=True)
-    SiluTimesDown.apply(gate * 1, up * 1, weight.detach(), (waiting, weight)).sum().backward()
+    GatedDown.apply(gate * 1, up * 1, weight.detach(), (waiting, weight)).sum().backward()
     waiting.finish()
     (want,) = torch.autograd.grad(F.linear(F.silu(gate) * up, weight).sum(), weight)
     assert torch.allclose(weight.grad, want, rtol=1e-4, atol=1e-5)

@@ -14,8 +14,10 @@ from duoka.model.build import LossModel
 from duoka.model.decode import MOST_ROWS, FewRowsLinear, answer_fast, attend_rows
 from duoka.model.documents import Documents
 from duoka.model.dropout import dropped, level_of
-from duoka.model.fused import NarrowRmsNorm, apply_fused
-from duoka.model.gated import SiluTimes, SiluTimesDown
+from duoka.model.fused import apply_fused
+from duoka.model.gated import GatedDown
+from duoka.model.gates import Gated
+from duoka.model.norms import NarrowRmsNorm
 from duoka.model.rotary import own_rotation
 from duoka.plan.compiler import SWITCH, find_compiler, has_kernels
 
@@ -54,14 +56,14 @@ def test_the_norm(x_type, weight_type):
 
 def test_the_gated_product():
     gate, up, down = draw(5, 40), draw(5, 40, seed=1), draw(8, 40, seed=2)
-    compare(SiluTimes.apply, lambda g, u: F.silu(g) * u, (gate, up))
-    compare(SiluTimesDown.apply, lambda g, u, w: F.linear(F.silu(g) * u, w), (gate, up, down), limit=1.3 * HALF)
+    compare(Gated.apply, lambda g, u: F.silu(g) * u, (gate, up))
+    compare(GatedDown.apply, lambda g, u, w: F.linear(F.silu(g) * u, w), (gate, up, down), limit=1.3 * HALF)
 
 
 def test_a_gate_far_below_zero_is_shut():
     """However far: a share of e^-88 was left open, which is much of the largest numbers."""
     gate, ones = torch.tensor([-3e38, -1e30, -1e4, -90.0, 90.0, 1e4, 3e38]).bfloat16(), torch.ones(7).bfloat16()
-    compare(SiluTimes.apply, lambda g, u: F.silu(g) * u, (gate, ones))
+    compare(Gated.apply, lambda g, u: F.silu(g) * u, (gate, ones))
     gate_slope, up_slope, _ = native.silu_times_backward(ones.clone(), gate, ones, again=False)
     assert all(float(one[0]) == 0 for one in (native.silu_times(gate, ones), gate_slope, up_slope))
 

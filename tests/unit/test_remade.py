@@ -10,8 +10,10 @@ from duoka.config.schema import LoraConfig
 from duoka.model import adapted, gated
 from duoka.model.adapted import AdaptedProduct
 from duoka.model.build import LossModel, load_model
-from duoka.model.fused import RmsNorm, apply_fused
-from duoka.model.gated import SiluTimesAdapted
+from duoka.model.fused import apply_fused
+from duoka.model.gated import GatedAdapted
+from duoka.model.gates import ACTS, SILU
+from duoka.model.norms import RmsNorm
 from duoka.model.remade import Recipe, can_be_remade, remade
 from duoka.model.request import ModelRequest
 from duoka.plan.compiler import has_kernels
@@ -26,9 +28,9 @@ def test_gradients_are_those_of_finite_differences():
     frozen = [draw(6, 5).detach(), draw(6).detach()]
     adapters = [draw(2, 5), draw(6, 2)]
     gate, up = draw(2, 3, 5), draw(2, 3, 5)
-    assert torch.autograd.gradcheck(
-        lambda *x: SiluTimesAdapted.apply(*x[:2], *frozen, *x[2:], 1.7), [gate, up, *adapters]
-    )
+    for act in ACTS:
+        call, inputs = [act, *frozen], [gate, up, *adapters]
+        assert torch.autograd.gradcheck(lambda *x, call=call: GatedAdapted.apply(*x[:2], *call, *x[2:], 1.7), inputs)
 
     def behind_a_norm(x, weight, *adapters):
         given = RmsNorm.apply(x, weight, 1e-3)
@@ -43,7 +45,7 @@ def test_adapters_before_which_nothing_learns_have_their_gradient():
     torch.manual_seed(0)
     gate, up, weight = draw(3, 5).detach(), draw(3, 5).detach(), draw(6, 5).detach()
     low, high = draw(2, 5), draw(6, 2)
-    SiluTimesAdapted.apply(gate, up, weight, None, low, high, 1.7).square().sum().backward()
+    GatedAdapted.apply(gate, up, SILU, weight, None, low, high, 1.7).square().sum().backward()
     got = low.grad.clone(), high.grad.clone()
     low.grad = high.grad = None
     both = F.silu(gate) * up

@@ -17,7 +17,7 @@ from duoka.model.attention import NAME, Case, why_no_kernel
 from duoka.model.build import LossModel, find_core, named_part
 from duoka.model.chunks import STRAIGHT
 from duoka.model.dtypes import BY_PRECISION
-from duoka.model.fused import fused_parts
+from duoka.model.fused import OTHER_GATE, fused_parts
 from duoka.model.layers import Absent
 from duoka.model.one_document import has_flash
 from duoka.model.onednn_products import use_onednn
@@ -58,7 +58,8 @@ def look(bare: Any, config: RunConfig, layout: Layout, device: torch.device) -> 
         compiles=bool(layout.compile),
         keeps_products=layout.recompute == "selective",
         attention_as_written=find_core(bare).config._attn_implementation != NAME,  # type: ignore[union-attr]
-        has=fused & USUAL,
+        has=fused & USUAL | ({"MLP"} if OTHER_GATE in fused else set()),
+        other_gate=OTHER_GATE in fused,
         adapters=config.lora is not None,
         adapters_beside_others="adapters" not in fused,
         drops=config.lora is not None and config.lora.dropout > 0,

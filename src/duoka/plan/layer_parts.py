@@ -88,20 +88,16 @@ def _norm_reads(kind: str, width: int, how: Means) -> int:
     """Of an input of `width` bytes a number."""
     if how.compiled:  # whatever it is made of is computed again
         return width
-    if kind == "shifted":  # x.float(), and what its weight is multiplied with
-        return _WIDE + _WIDE * how.learns
     if kind == "layer":
         return _WIDE if how.on_gpu else width
     if _is_one_kernel(width, how):
         return width
-    return _WIDE + (_WIDE if kind == "wide" else 2) * how.learns
+    return _WIDE + (2 if kind == "rms" else _WIDE) * how.learns  # x.float(), and what its weight is multiplied with
 
 
 def _norm_gives(kind: str, width: int, how: Means) -> int:
     if how.compiled:
         return how.size
-    if kind == "shifted":
-        return width
     if kind == "layer":
         return _WIDE if how.on_gpu else width
     return how.size if how.on_gpu or how.kernels else width
@@ -114,7 +110,7 @@ def _is_one_kernel(width: int, how: Means) -> bool:
 
 def _is_remade(kind: str, how: Means) -> bool:
     """What a norm gives, where adapters alone read it."""
-    return how.remakes and kind in ("rms", "wide") and _is_one_kernel(how.stream, how)
+    return how.remakes and kind != "layer" and _is_one_kernel(how.stream, how)
 
 
 def _products_keep(count: int, width: int, how: Means) -> int:
@@ -179,6 +175,7 @@ def _kept_by_latent_attention(shape: ModelShape, how: Means) -> float:
 
 # Tensors of an MLP without a gate: the product and its activation, of which one is enough; more where it is in steps.
 _PLAIN = {"relu": 1, "gelu_new": 5}
+_OWN_GATES = ("silu", "gelu", "gelu_pytorch_tanh")  # model/gates.py
 _GATED = 4  # with a gate, as the model writes it: gate, its activation, the other product, both multiplied
 _CLAMPED = 7  # and cut off, as gpt-oss does
 
@@ -208,7 +205,7 @@ def kept_by_mlp(shape: ModelShape, how: Means) -> tuple[float, float]:
         return 0.0, (kept - size * (not is_read and parts.act != "relu")) * shape.intermediate_size
     if how.compiled:  # gate, the other product, and both multiplied where it is read: the activation is computed again
         return 0.0, (2 + (is_read and not how.in_8_bits)) * size * shape.intermediate_size
-    if parts.joined_gate or parts.act != "silu":
+    if parts.joined_gate or parts.act not in _OWN_GATES:
         return 0.0, (_GATED - (not is_read)) * size * shape.intermediate_size
     return 0.0, (2 + _keeps_gated(shape, how)) * size * shape.intermediate_size
 
