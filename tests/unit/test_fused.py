@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 from duoka.config.schema import LoraConfig
 from duoka.model.adapted import AdaptedProduct
 from duoka.model.build import LossModel, load_model
-from duoka.model.fused import OTHER_GATE, apply_fused, fused_parts
+from duoka.model.fused import apply_fused, fused_parts
 from duoka.model.gated import GatedDown, forward_gated
 from duoka.model.gates import Gated
 from duoka.model.loss import Goal
@@ -162,7 +162,8 @@ def test_norms_by_one_plus_weight_and_gates_by_gelu_learn_the_same(name, narrow)
         parameter.data.add_(0.3 * torch.randn_like(parameter))
     plain, fused = copy.deepcopy(exact), copy.deepcopy(exact)
     assert apply_fused(fused) == num_norms + others
-    assert fused_parts(fused) == {"norm", "rotation", OTHER_GATE}
+    by = "gelu" if name == "qwen3.5" else "gelu_pytorch_tanh"
+    assert fused_parts(fused) == {"norm", "rotation", f"MLP by {by}"}
     ids = torch.randint(1, 32, (2, 20))
     for model in (exact, plain, fused):
         with torch.autocast("cpu", torch.bfloat16, enabled=narrow and model is not exact):
@@ -180,7 +181,7 @@ def test_norms_by_one_plus_weight_and_gates_by_gelu_learn_the_same(name, narrow)
 def test_what_computes_otherwise_is_left_alone():
     config = CohereConfig(**{**SMALL, "attn_implementation": "sdpa"}, logit_scale=1.0)  # its norms take the mean away
     assert fused_parts(made := CohereForCausalLM(config)) == set() and apply_fused(made) == 1
-    assert fused_parts(made) == {"MLP"}, "its rotation turns pairs that lie side by side"
+    assert fused_parts(made) == {"MLP by silu"}, "its rotation turns pairs that lie side by side"
 
 
 def test_a_decorated_attention_turns_by_our_rotation_and_keeps_its_decorator(monkeypatch):

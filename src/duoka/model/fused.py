@@ -16,12 +16,12 @@ from duoka.model import gpu_kernels, native
 from duoka.model.adapted import forward_adapted, is_frozen_with_adapter
 from duoka.model.alike import answers_alike, draw
 from duoka.model.gated import forward_gated
-from duoka.model.gates import ACTS, SILU, Act
+from duoka.model.gates import ACTS, Act
 from duoka.model.norms import forward_normed, may_be_norm
 from duoka.model.rotary import own_rotation, repeats_tables
 
 _PART = "fused_part"  # of a class
-OTHER_GATE = "MLP, not by SiLU"
+GATED_BY = "MLP by "  # and the name of its gate's function
 
 
 def apply_fused(lm: torch.nn.Module, *, keeps_products: bool = False) -> int:
@@ -46,7 +46,7 @@ def apply_fused(lm: torch.nn.Module, *, keeps_products: bool = False) -> int:
 
 
 def fused_parts(lm: torch.nn.Module) -> frozenset[str]:
-    """The kinds of parts that were replaced, by the names of the kernels' table: norm, rotation, MLP, adapters."""
+    """The kinds of parts that were replaced: norm, rotation, adapters, "MLP by silu"."""
     return frozenset(filter(None, (getattr(type(module), _PART, "") for module in lm.modules())))
 
 
@@ -56,7 +56,7 @@ def _find_kind(module: torch.nn.Module, adapters: bool, in_place: bool) -> tuple
         return "norm", forward_normed(type(module))  # type: ignore[arg-type]
     if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         act = _act_of(type(module), type(module.act_fn))  # type: ignore[arg-type]
-        return ("MLP" if act is SILU else OTHER_GATE), None if act is None else _forward_gated(act)
+        return ("MLP", None) if act is None else (f"{GATED_BY}{act.name}", _forward_gated(act))
     if hasattr(module, "q_proj"):
         return "rotation", _forward_rotated(type(module).forward, in_place)
     if adapters and hasattr(module, "lora_A"):

@@ -1,6 +1,6 @@
 """What a gated MLP multiplies, act(gate) * up, and its gradients, by the kernels that are there for it.
 
-Liger's on a GPU (gpu_kernels.py) and the compiled ones (native.py) know SiLU; for other gates torch's operators.
+Liger's on a GPU (gpu_kernels.py) know SiLU, the compiled ones (native.py) GELU by its tanh too; else torch's operators.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _aten = torch.ops.aten
 
 
 class Act(NamedTuple):
-    name: str
+    name: str  # as config.json has it
     value: Callable[[torch.Tensor], torch.Tensor]
     times_slope: Callable[[torch.Tensor, torch.Tensor], None]  # its first times the slope at the second, in place
 
@@ -27,15 +27,15 @@ def _silu_slope(inner: torch.Tensor, gate: torch.Tensor) -> None:
     _aten.silu_backward.grad_input(inner, gate, grad_input=inner)
 
 
-def _gelu(approximate: str) -> Act:
+def _gelu(name: str, approximate: str) -> Act:
     def times_slope(inner: torch.Tensor, gate: torch.Tensor) -> None:
         _aten.gelu_backward.grad_input(inner, gate, approximate=approximate, grad_input=inner)
 
-    return Act(f"GELU ({approximate})", functools.partial(F.gelu, approximate=approximate), times_slope)
+    return Act(name, functools.partial(F.gelu, approximate=approximate), times_slope)
 
 
-SILU = Act("SiLU", F.silu, _silu_slope)
-ACTS = (SILU, _gelu("tanh"), _gelu("none"))
+SILU, GELU_TANH = Act("silu", F.silu, _silu_slope), _gelu("gelu_pytorch_tanh", "tanh")
+ACTS = (SILU, GELU_TANH, _gelu("gelu", "none"))
 
 
 def _in_liger(act: Act, gate: torch.Tensor, up: torch.Tensor) -> bool:
@@ -44,13 +44,13 @@ def _in_liger(act: Act, gate: torch.Tensor, up: torch.Tensor) -> bool:
 
 def _is_narrow(act: Act, *tensors: torch.Tensor) -> bool:
     fits = all(one.dtype is torch.bfloat16 and one.is_contiguous() for one in tensors)
-    return act is SILU and fits and native.serves(*tensors)
+    return act in (SILU, GELU_TANH) and fits and native.serves(*tensors)
 
 
 def times(act: Act, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if _in_liger(act, gate, up):
         return gpu_kernels.silu_times(gate, up)
-    return native.silu_times(gate, up) if _is_narrow(act, gate, up) else act.value(gate).mul_(up)
+    return native.gate_times(gate, up, gelu=act is GELU_TANH) if _is_narrow(act, gate, up) else act.value(gate).mul_(up)
 
 
 def times_kept(act: Act, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -79,8 +79,9 @@ def gradients(
 
         return gpu_kernels.silu_times_backward(gate, up, find)
     if _is_narrow(act, gate, up):
-        inner, again = of_both().contiguous(), learn is not None
-        gate_grad, up_grad, both = native.silu_times_backward(inner, gate, up, again=again, in_place=in_place)
+        gate_grad, up_grad, both = native.gate_times_backward(
+            of_both().contiguous(), gate, up, gelu=act is GELU_TANH, again=learn is not None, in_place=in_place
+        )
         if both is not None and learn is not None:
             learn(both.view(-1, width))
         return gate_grad, up_grad

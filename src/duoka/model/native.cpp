@@ -83,6 +83,48 @@ void rotate(const bf16* x, const T* cos, const T* sin, bf16* out, i64 tokens, i6
 
 }  // namespace
 
+// Gates are x * sigmoid(z(x)): SiLU, and GELU by its tanh, which is a sigmoid of twice as much.
+struct Silu {
+  static float within(float x) { return x; }
+  static float z(float x) { return x; }
+  static float slope(float) { return 1.0f; }
+};
+
+struct Gelu {
+  static constexpr float once = 1.5957691216f, cubic = 0.044715f;  // 2 * sqrt(2 / pi)
+  static float within(float x) { return x < -20.0f ? -20.0f : x > 20.0f ? 20.0f : x; }  // flat there; 0 * inf is not 0
+  static float z(float x) { return once * (x + cubic * x * x * x); }
+  static float slope(float x) { return once * (1.0f + 3.0f * cubic * x * x); }
+};
+
+// out = act(gate) * up
+template <class Act>
+void gate_forward(const bf16* gate, const bf16* up, bf16* out, i64 count, int threads) {
+#pragma omp parallel for simd num_threads(threads) schedule(static)
+  for (i64 i = 0; i < count; ++i) {
+    float x = wide(gate[i]);
+    out[i] = narrow(wide(narrow(x * sigmoid(Act::z(Act::within(x))))) * wide(up[i]));
+  }
+}
+
+// The gradients of gate and up, and act(gate) * up again where `out` is given. Each may lie where `grad` does.
+template <class Act>
+void gate_backward(const bf16* grad, const bf16* gate, const bf16* up, bf16* gate_grad, bf16* up_grad, bf16* out,
+                   i64 count, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (i64 block = 0; block < (count + 4095) / 4096; ++block) {
+    i64 end = std::min(count, (block + 1) * 4096);
+#pragma omp simd
+    for (i64 i = block * 4096; i < end; ++i) {
+      float whole = wide(gate[i]), x = Act::within(whole), u = wide(up[i]), g = wide(grad[i]), s = sigmoid(Act::z(x));
+      float value = wide(narrow(whole * s));
+      gate_grad[i] = narrow(g * u * s * (1.0f + x * (1.0f - s) * Act::slope(x)));
+      up_grad[i] = narrow(g * value);
+      if (out) out[i] = narrow(value * u);
+    }
+  }
+}
+
 extern "C" {
 
 int duoka_native_version() { return 1; }
@@ -110,30 +152,15 @@ void duoka_norm_backward(const void* grad, const void* x, const void* weight, co
     norm_backward(g, (const bf16*)x, (const bf16*)weight, inverse, (bf16*)x_grad, weight_sums, rows, dim, parts, threads);
 }
 
-// out = silu(gate) * up
-void duoka_silu_forward(const bf16* gate, const bf16* up, bf16* out, i64 count, int threads) {
-#pragma omp parallel for simd num_threads(threads) schedule(static)
-  for (i64 i = 0; i < count; ++i) {
-    float x = wide(gate[i]);
-    out[i] = narrow(wide(narrow(x * sigmoid(x))) * wide(up[i]));
-  }
+void duoka_gate_forward(const bf16* gate, const bf16* up, bf16* out, i64 count, int gelu, int threads) {
+  if (gelu) gate_forward<Gelu>(gate, up, out, count, threads);
+  else gate_forward<Silu>(gate, up, out, count, threads);
 }
 
-// The gradients of gate and up, and silu(gate) * up again where `out` is given. Each may lie where `grad` does.
-void duoka_silu_backward(const bf16* grad, const bf16* gate, const bf16* up, bf16* gate_grad, bf16* up_grad, bf16* out,
-                         i64 count, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (i64 block = 0; block < (count + 4095) / 4096; ++block) {
-    i64 end = std::min(count, (block + 1) * 4096);
-#pragma omp simd
-    for (i64 i = block * 4096; i < end; ++i) {
-      float x = wide(gate[i]), u = wide(up[i]), g = wide(grad[i]), s = sigmoid(x);
-      float silu = wide(narrow(x * s));
-      gate_grad[i] = narrow(g * u * s * (1.0f + x * (1.0f - s)));
-      up_grad[i] = narrow(g * silu);
-      if (out) out[i] = narrow(silu * u);
-    }
-  }
+void duoka_gate_backward(const bf16* grad, const bf16* gate, const bf16* up, bf16* gate_grad, bf16* up_grad, bf16* out,
+                         i64 count, int gelu, int threads) {
+  if (gelu) gate_backward<Gelu>(grad, gate, up, gate_grad, up_grad, out, count, threads);
+  else gate_backward<Silu>(grad, gate, up, gate_grad, up_grad, out, count, threads);
 }
 
 void duoka_rotate(const bf16* x, const void* cos, const void* sin, bf16* out, i64 tokens, i64 heads, i64 dim, i64 stride,

@@ -40,8 +40,8 @@ _P, _I, _F, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES: Mapping[str, list[Any]] = {
     "norm_forward": [_P, _P, _P, _P, _I, _I, _F, _N, _N, _N],
     "norm_backward": [_P, _P, _P, _P, _P, _P, _I, _I, _I, _N, _N, _N],
-    "silu_forward": [_P, _P, _P, _I, _N],
-    "silu_backward": [_P, _P, _P, _P, _P, _P, _I, _N],
+    "gate_forward": [_P, _P, _P, _I, _N, _N],
+    "gate_backward": [_P, _P, _P, _P, _P, _P, _I, _N, _N],
     "rotate": [_P, _P, _P, _P, _I, _I, _I, _I, _F, _N, _N],
     "cross_entropy": [_P, _P, _P, _I, _I, _N],
     "add": [_P, _P, _I, _N],
@@ -243,22 +243,21 @@ def norm_backward(
     return x_grad, None if sums is None else sums.sum(dim=0).to(weight.dtype)
 
 
-def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, of contiguous bf16."""
+def gate_times(gate: torch.Tensor, up: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
+    """silu(gate) * up, of contiguous bf16; or GELU's tanh form in place of SiLU."""
     out = torch.empty_like(gate)
-    _library().silu_forward(_at(gate), _at(up), _at(out), out.numel(), torch.get_num_threads())
+    _library().gate_forward(_at(gate), _at(up), _at(out), out.numel(), gelu, torch.get_num_threads())
     return out
 
 
-def silu_times_backward(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, again: bool, in_place: bool = True
+def gate_times_backward(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, gelu: bool, again: bool, in_place: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(gradient of gate, of up, silu(gate) * up where it is wanted `again`). `in_place`: up's goes over `grad`."""
+    """(gradient of gate, of up, their product where it is wanted `again`). `in_place`: up's goes over `grad`."""
     gate_grad, out = torch.empty_like(gate), torch.empty_like(gate) if again else None
     up_grad = grad if in_place else torch.empty_like(up)
-    _library().silu_backward(
-        _at(grad), _at(gate), _at(up), _at(gate_grad), _at(up_grad), _at(out), gate.numel(), torch.get_num_threads()
-    )
+    places = (_at(one) for one in (grad, gate, up, gate_grad, up_grad, out))
+    _library().gate_backward(*places, gate.numel(), gelu, torch.get_num_threads())
     return gate_grad, up_grad, out
 
 

@@ -24,7 +24,7 @@ _WIDE = ("attention", "dropout")  # of the compiled parts, those that know fp32 
 BENT = "the model scales its logits, or caps them"
 
 
-_OTHER_GATE = "its kernel knows gates of SiLU"
+_NATIVE_GATES = ("silu", "gelu_pytorch_tanh")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Facts:
     keeps_products: bool = False  # selective recompute
     attention_as_written: bool = False  # ours would compute something else
     has: frozenset[str] = USUAL  # which of these the model computes as duoka knows them
-    other_gate: bool = False  # the MLP's is not SiLU
+    gate: str = "silu"  # the MLP's
     adapters: bool = False
     adapters_beside_others: bool = False  # than linear layers, say experts
     drops: bool = False  # adapters drop some of what they read
@@ -74,8 +74,8 @@ def _liger(part: str) -> Way:
     def why_not(facts: Facts) -> str | None:
         if facts.device != "cuda" or part not in facts.has:
             return None
-        if part == "MLP" and facts.other_gate:
-            return _OTHER_GATE
+        if part == "MLP" and facts.gate != "silu":
+            return f"its kernel knows gates by silu, not {facts.gate}"
         if part == "rotation" and facts.keeps_products and not facts.no_liger.get(part):
             return "selective recompute keeps the products that it would write over"
         return facts.no_liger.get(part, "")
@@ -91,8 +91,8 @@ def _native(part: str, name: str = "compiled for this processor") -> Way:
             return None
         if part in USUAL and part not in facts.has:
             return None
-        if part == "MLP" and facts.other_gate:
-            return _OTHER_GATE
+        if part == "MLP" and facts.gate not in _NATIVE_GATES:
+            return f"they know gates by {' and '.join(_NATIVE_GATES)}, not {facts.gate}"
         if part == "loss" and (facts.own_logits or facts.no_plain_loss):
             return None if facts.own_logits else facts.no_plain_loss
         if part == "attention" and facts.keeps_products:
@@ -248,7 +248,7 @@ def expected(config: RunConfig, work: Work, layout: Layout, machine: Machine) ->
         compiles=bool(layout.compile),
         keeps_products=layout.recompute == "selective",
         has=frozenset(_usual_parts(work.shape)),
-        other_gate=work.shape.gated and work.shape.parts.act != "silu",
+        gate=work.shape.parts.act,
         adapters=config.lora is not None,
         adapters_beside_others=work.shape.packed_by not in ("", "bitsandbytes"),  # GPTQ's, AWQ's
         drops=config.lora is not None and config.lora.dropout > 0,
