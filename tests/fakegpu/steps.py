@@ -10,7 +10,14 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from duoka.comm.collectives import gather_into, scatter_into
 from duoka.comm.world import World
@@ -31,7 +38,10 @@ from fakegpu.liger import installed
 from fakegpu.mode import FakeGpu
 
 GPU = torch.device("cuda", 0)
-FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+}  # fmt: skip
 SIZES = {
     "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "max_position_embeddings": 512,

@@ -17,6 +17,8 @@ PER_LAYER = {
     "fp8": ({"precision": "fp8"}, 277),
     "bf16 weights": ({"weights": "bf16"}, 60),
     "full, shared prefixes": ({"alike": True}, 88),
+    "gemma3": ({"family": "gemma3"}, 118),
+    "gemma3, lora": ({"family": "gemma3", "lora": LORA}, 195),
 }
 # With kernels of Liger's form in the places of theirs: the same steps launch fewer.
 KERNELS = ["norm", "rotation", "MLP", "loss"]
