@@ -21,7 +21,8 @@ _EPSILONS = ("variance_epsilon", "eps")
 
 
 def may_be_norm(module: torch.nn.Module) -> bool:
-    return hasattr(module, "weight") and any(hasattr(module, name) for name in _EPSILONS)
+    has_scale = hasattr(module, "weight") and getattr(module, "with_scale", True)  # Gemma 4 asks that of each
+    return has_scale and any(hasattr(module, name) for name in _EPSILONS)
 
 
 class RmsNorm(torch.autograd.Function):
@@ -76,7 +77,7 @@ class NarrowRmsNorm(torch.autograd.Function):
 def forward_normed(kind: type) -> Any:
     """Our forward for norms of this class; None when it answers otherwise."""
     for epsilon, shift in itertools.product(_EPSILONS, (0.0, 1.0)):
-        stub = SimpleNamespace(weight=draw(8), **{epsilon: 1e-3})
+        stub = SimpleNamespace(weight=draw(8), with_scale=True, **{epsilon: 1e-3})
         if callable(inner := getattr(kind, "_norm", None)):
             stub._norm = functools.partial(inner, stub)
         if answers_alike(kind, stub, draw(3, 8), lambda x, w=stub.weight + shift: RmsNorm.apply(x, w, 1e-3)):
