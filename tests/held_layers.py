@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 import weakref
+from dataclasses import replace
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from duoka.config.schema import LoraConfig
+from duoka.config.schema_running import DeepSpeedConfig
 from duoka.plan.activations import activation_bytes_per_token
 from duoka.plan.layout import Layout
 from duoka.plan.moments import LOSS, pass_moments
@@ -118,19 +120,36 @@ class AllocatedPeak:
         self.peak = self._before + max(itertools.accumulate(moves))
 
 
-def held(family, way, device="cpu"):
-    """Bytes per token and layer: what more layers and more tokens hold, less what they hold of weights."""
-    return held_apart(family, way, device)[0]
+def held(family, way, device="cpu", *, is_hooked=False):
+    """Bytes per token and layer: what more layers and more tokens hold, less what they hold of weights.
+
+    `is_hooked`: modules are handed their inputs as DeepSpeed's stage 3 does.
+    """
+    return held_apart(family, way, device, is_hooked=is_hooked)[0]
 
 
-def held_apart(family, way, device="cpu"):
+def held_apart(family, way, device="cpu", *, is_hooked=False):
     """(of a token in a layer, of a layer whatever there are tokens)."""
-    (few, more), (few_above, more_above) = (_held_by(family, way, layers, device) for layers in (1, 3))
+    (few, more), (few_above, more_above) = (_held_by(family, way, layers, device, is_hooked) for layers in (1, 3))
     of_token = ((more_above - more) - (few_above - few)) / 2 / 128
     return of_token, (few_above - few) / 2 - 128 * of_token
 
 
-def _held_by(family, way, layers, device):
+class _HandedOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def _hand_on(module, inputs):
+    return tuple(_HandedOn.apply(x) if torch.is_tensor(x) and x.requires_grad else x for x in inputs)
+
+
+def _held_by(family, way, layers, device, is_hooked):
     """Of 128 tokens, and of 256."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -152,6 +171,8 @@ def _held_by(family, way, layers, device):
         lm = apply_lora(lm, lora)
     model = LossModel(lm.to(device).train())
     apply_fused(lm)
+    for module in lm.modules() if is_hooked else ():
+        module.register_forward_pre_hook(_hand_on)
     found = []
     for size in (128, 256):
         ids = torch.arange(size)[None].to(device) % 512
@@ -183,8 +204,10 @@ def facts_of(family):
     return {key: value for key, value in {**SIZES, **FAMILIES[family]}.items() if value is not None}
 
 
-def planned(family, way, device="cpu", *, has_kernels=True):
+def planned(family, way, device="cpu", *, has_kernels=True, is_hooked=False):
     work, layout = _recipe(family, way, device, 2, has_kernels)
+    if is_hooked:
+        work, layout = replace(work, deepspeed=DeepSpeedConfig()), replace(layout, strategy="fsdp")
     return activation_bytes_per_token(work, layout, DOCUMENT)[0]
 
 

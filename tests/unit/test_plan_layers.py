@@ -61,3 +61,14 @@ def test_dropout_of_adapters_keeps_nothing(family):
 def test_copies_of_weights_are_planned_too(family, way):
     """Autocast's, and what PEFT makes of experts and their adapters."""
     assert planned_copies(family, way) == pytest.approx(held_apart(family, way)[1], rel=0.01)
+
+
+@pytest.mark.parametrize("way", ["full, bf16", "lora, bf16"])
+def test_what_deepspeed_s_stage_3_hands_on_is_kept(way):
+    """Each module gets another tensor in place of what the one before gave: nothing is known of how it was made."""
+    found, counted = (
+        held("llama", way, is_hooked=True),
+        planned("llama", way, has_kernels=has_kernels(), is_hooked=True),
+    )
+    assert counted == pytest.approx(found, rel=0.02), f"{found / 256:.2f}h held, {counted / 256:.2f}h planned"
+    assert counted > 1.1 * planned("llama", way, has_kernels=has_kernels())

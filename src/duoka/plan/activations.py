@@ -118,7 +118,8 @@ def means_of(work: Work, layout: Layout, number: int | None = None) -> Means:
         experts_learn=work.lora is None or bool(work.shape.num_expert_adapters(work.lora.targets)),
         in_8_bits=layout.precision == "fp8",
         readers=_readers(work, number),
-        remakes=_has_fused_adapters(work, layout),
+        remakes=_has_fused_adapters(work, layout) and not _is_hooked(work, layout),
+        hooked=_is_hooked(work, layout),
         compiled=on_gpu and bool(layout.compile),
     )
 
@@ -126,6 +127,10 @@ def means_of(work: Work, layout: Layout, number: int | None = None) -> Means:
 def _has_fused_adapters(work: Work, layout: Layout) -> bool:
     is_left = layout.compile or layout.recompute == "selective" or layout.precision == "fp8" or layout.tp > 1
     return work.lora is not None and not is_left and work.shape.packed_by in ("", "bitsandbytes")
+
+
+def _is_hooked(work: Work, layout: Layout) -> bool:
+    return work.deepspeed is not None and layout.strategy == "fsdp"
 
 
 def _readers(work: Work, number: int | None) -> frozenset[str] | None:

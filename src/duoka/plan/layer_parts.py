@@ -31,6 +31,7 @@ class Means:
     in_8_bits: bool
     readers: frozenset[str] | None = None  # products that keep what they read: they learn, or adapters do; None: all
     remakes: bool = False  # adapters do not keep what they read where that is made again of what is kept
+    hooked: bool = False  # what a module is given is another tensor to it: DeepSpeed's stage 3 hands it on so
     compiled: bool = False  # torch.compile chooses what it keeps, on a GPU
 
     @property
@@ -188,8 +189,8 @@ def adapts_gated(shape: ModelShape, how: Means) -> bool:
 
 
 def _keeps_gated(shape: ModelShape, how: Means) -> bool:
-    """Whether it is kept for them; without any, or computed with them, it is computed again."""
-    return adapts_gated(shape, how) and not how.remakes
+    """Whether it is kept for the product behind; computed with it, it is computed again."""
+    return how.hooked or (adapts_gated(shape, how) and not how.remakes)
 
 
 def kept_by_mlp(shape: ModelShape, how: Means) -> tuple[float, float]:
