@@ -249,3 +249,18 @@ def test_a_norm_that_may_be_given_a_gate_is_left_alone():
 
     assert apply_fused(torch.nn.ModuleList([Gated()])) == 0
     assert apply_fused(torch.nn.ModuleList([Plain()])) == 1
+
+
+def test_a_norm_is_called_by_the_name_of_its_input_and_may_lack_a_weight():
+    class Norm(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight, self.eps = weight, 1e-6
+
+        def forward(self, states):
+            states = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.eps)
+            return states if self.weight is None else states * self.weight
+
+    x, bare, norms = torch.randn(3, 8), Norm(None), torch.nn.ModuleList([Norm(torch.nn.Parameter(torch.ones(8)))])
+    assert apply_fused(torch.nn.ModuleList([bare])) == 0 and apply_fused(norms) == 1
+    torch.testing.assert_close(norms[0](states=x), bare(x))

@@ -116,7 +116,7 @@ class AdaptedProduct(torch.autograd.Function):
         down_grad = None
         if ctx.needs_input_grad[3]:
             x = sources[0] if ctx.recipe is None else ctx.recipe.make(sources).to(grad.dtype)
-            down_grad = gradients.of_down(x.view(-1, x.shape[-1]))
+            down_grad = gradients.of_down(x.reshape(-1, x.shape[-1]))
         up_grad = gradients.of_up() if ctx.needs_input_grad[4] else None
         return x_grad, None, None, down_grad, up_grad, None, None, None, None, None
 

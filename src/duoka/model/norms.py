@@ -21,7 +21,7 @@ _EPSILONS = ("variance_epsilon", "eps")
 
 
 def may_be_norm(module: torch.nn.Module) -> bool:
-    has_scale = hasattr(module, "weight") and getattr(module, "with_scale", True)  # Gemma 4 asks that of each
+    has_scale = isinstance(getattr(module, "weight", None), torch.Tensor)  # a class may have some without
     return has_scale and any(hasattr(module, name) for name in _EPSILONS)
 
 
@@ -81,12 +81,16 @@ def forward_normed(kind: type) -> Any:
         if callable(inner := getattr(kind, "_norm", None)):
             stub._norm = functools.partial(inner, stub)
         if answers_alike(kind, stub, draw(3, 8), lambda x, w=stub.weight + shift: RmsNorm.apply(x, w, 1e-3)):
-
-            def forward(self: Any, x: torch.Tensor, epsilon: str = epsilon, shift: float = shift) -> torch.Tensor:
-                return _forward_norm(self, x, getattr(self, epsilon), shift)
-
-            return forward
+            return _forward_by(epsilon, shift)
     return None
+
+
+def _forward_by(epsilon: str, shift: float) -> Any:
+    def forward(self: Any, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        (x,) = (*inputs, *named.values())  # of one, whatever the model calls it
+        return _forward_norm(self, x, getattr(self, epsilon), shift)
+
+    return forward
 
 
 def _forward_norm(self: Any, x: torch.Tensor, eps: float, shift: float) -> torch.Tensor:
