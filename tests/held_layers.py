@@ -163,6 +163,7 @@ def _held_by(family, way, layers, device, is_hooked):
     lora, precision, narrow = WAYS[way]
     lora = lora_of(family, lora)
     config = AutoConfig.for_model(family, **facts_of(family), num_hidden_layers=layers)
+    torch.manual_seed(0)  # an expert that nobody visits has no narrow copy
     lm = AutoModelForCausalLM.from_config(config, attn_implementation=register_attention(), dtype=torch.float32)
     use_own_experts(lm)
     if narrow or (lora is not None and precision == "bf16"):

@@ -15,7 +15,7 @@ from duoka.plan.compiler import has_kernels
 from duoka.plan.fp8 import FP8_SHARE, fp8_weights, rounding_bytes
 from duoka.plan.hardware import Gpu
 from duoka.plan.layout import Layout, parse_layout
-from duoka.plan.memory import CPU_FRAMEWORK_BYTES, estimate_memory
+from duoka.plan.memory import estimate_memory
 from duoka.plan.moments import LOSS, pass_moments
 from duoka.plan.recipe import Work, shares
 from duoka.plan.report import make_plan
@@ -170,7 +170,7 @@ def test_predicted_peak_is_what_a_real_step_allocates(tokens, recompute, allowed
     """The more tokens, the more of it are activations; at 256 the optimizer's step is the peak."""
     layout = Layout(precision="fp8", recompute=recompute, micro=Amount(tokens, "tokens"))
     memory = estimate_memory(Work(SHAPE, None, has_kernels=has_kernels()), layout, tokens, later=0)
-    predicted = memory.peak_bytes - CPU_FRAMEWORK_BYTES[1]
+    predicted = memory.peak_bytes - memory.parts["framework"]
     measured = measured_peak(None, "fp8", recompute, (tokens,))
     assert abs(predicted / measured - 1) < allowed, f"{predicted / 2**20:.1f} MiB, {measured / 2**20:.1f} measured"
 

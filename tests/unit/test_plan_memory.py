@@ -10,7 +10,7 @@ from duoka.optim.build import build_optimizer
 from duoka.plan.activations import LOSS_CHUNK_BYTES, LOSS_CHUNK_ROWS, LOSS_MOST_PRODUCTS, LOSS_PRODUCT_BYTES
 from duoka.plan.compiler import SWITCH, has_kernels
 from duoka.plan.layout import Layout
-from duoka.plan.memory import CPU_FRAMEWORK_BYTES, NARROW_STEP_BYTES, estimate_memory
+from duoka.plan.memory import NARROW_STEP_BYTES, estimate_memory
 from duoka.plan.recipe import Work, static_memory
 from duoka.plan.shape import shape_from_config
 from duoka.units import Amount
@@ -87,7 +87,7 @@ def test_predicted_peak_is_what_a_real_step_allocates(dropout, precision, recomp
     lora = None if dropout is None else LoraConfig(dropout=dropout)
     layout = Layout(precision=precision, recompute=recompute, micro=Amount(TOKENS, "tokens"))
     memory = estimate_memory(Work(SHAPE, lora, has_kernels=has_kernels()), layout, TOKENS, later=0)
-    predicted = memory.peak_bytes - CPU_FRAMEWORK_BYTES[1]
+    predicted = memory.peak_bytes - memory.parts["framework"]
     measured = measured_peak(lora, precision, recompute)
     allowed = 0.05 if recompute == "none" else 0.15
     ratio = predicted / measured
@@ -99,7 +99,8 @@ def test_bf16_weights_take_half(recompute):
     tokens = 8 * TOKENS  # activations, and not weights, are most of it
     layout = Layout(precision="bf16", recompute=recompute, micro=Amount(tokens, "tokens"))
     narrow, wide = (Work(SHAPE, None, has_kernels=has_kernels(), narrow_weights=is_so) for is_so in (True, False))
-    predicted = estimate_memory(narrow, layout, tokens, later=0).peak_bytes - CPU_FRAMEWORK_BYTES[1]
+    memory = estimate_memory(narrow, layout, tokens, later=0)
+    predicted = memory.peak_bytes - memory.parts["framework"]
     measured = measured_peak(None, "bf16", recompute, (tokens,), narrow=True)
     allowed = 0.05 if recompute == "none" else 0.15
     told = f"{predicted / 2**20:.1f} MiB predicted, {measured / 2**20:.1f} measured"
@@ -115,7 +116,7 @@ def test_without_compiled_kernels_a_step_keeps_more(dropout, monkeypatch, reques
     lora = None if dropout is None else LoraConfig(dropout=dropout)
     layout = Layout(precision="bf16", recompute="none", micro=Amount(TOKENS, "tokens"))
     memory = estimate_memory(Work(SHAPE, lora, has_kernels=has_kernels()), layout, TOKENS, later=0)
-    predicted = memory.peak_bytes - CPU_FRAMEWORK_BYTES[1]
+    predicted = memory.peak_bytes - memory.parts["framework"]
     measured = measured_peak(lora, "bf16", "none")
     assert abs(predicted / measured - 1) < 0.05, (
         f"{predicted / 2**20:.1f} MiB predicted, {measured / 2**20:.1f} measured"
@@ -134,7 +135,8 @@ def test_below_the_trained_layers_nothing_is_kept_and_above_them_less(chosen, pr
     chosen, tokens = TrainOnlyConfig(**chosen), 4 * TOKENS
     layout = Layout(precision=precision, recompute=recompute, micro=Amount(tokens, "tokens"))
     work = Work(SHAPE, None, has_kernels=has_kernels(), train_only=chosen)
-    predicted = estimate_memory(work, layout, tokens, later=0).peak_bytes - CPU_FRAMEWORK_BYTES[1]
+    memory = estimate_memory(work, layout, tokens, later=0)
+    predicted = memory.peak_bytes - memory.parts["framework"]
     measured = measured_peak(None, precision, recompute, (tokens,), train_only=chosen)
     told = f"{predicted / 2**20:.1f} MiB predicted, {measured / 2**20:.1f} measured"
     # Of one layer that is computed again, what works is most: planned as if all its gradients were there by then.
@@ -145,7 +147,7 @@ def test_below_the_trained_layers_nothing_is_kept_and_above_them_less(chosen, pr
 def test_gradients_stand_beside_later_micro_batches_only(later):
     layout = Layout(precision="fp32", recompute="none", micro=Amount(2 * TOKENS, "tokens"))
     memory = estimate_memory(Work(SHAPE, None), layout, 2 * TOKENS, later=later)
-    predicted = memory.peak_bytes - CPU_FRAMEWORK_BYTES[1]
+    predicted = memory.peak_bytes - memory.parts["framework"]
     assert abs(predicted / measured_peak(None, "fp32", "none", (2 * TOKENS, later)) - 1) < 0.05
     assert ("gradients" in memory.parts) == (memory.peak_tokens == later)
 

@@ -25,6 +25,7 @@ from duoka.model.dtypes import computed_in
 from duoka.model.one_document import (
     UNSAID,
     Scoring,
+    apart_from_others,
     attend_document,
     attend_stretch,
     fill_heads,
@@ -146,6 +147,7 @@ def attend(
     exchange: SequenceExchange | None = getattr(module, "sequence_exchange", None)
     if exchange is not None and exchange.is_on:
         return _attend_together(module, exchange, query, key, value, documents, how, dropout), None
+    value = apart_from_others(value, query)
     if getattr(module, native.OWN_ATTENTION, False) and not dropout:
         own = _attend_by_own_kernel(query, key, value, documents, how)
         if own is not None:

@@ -7,6 +7,7 @@ and replaces those that answer the same. What it does not recognize stays as it 
 from __future__ import annotations
 
 import functools
+import inspect
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
@@ -15,13 +16,13 @@ import torch
 from duoka.model import gpu_kernels, native
 from duoka.model.adapted import forward_adapted, is_frozen_with_adapter
 from duoka.model.alike import answers_alike, draw
-from duoka.model.gated import forward_gated
+from duoka.model.gated import forward_gated, forward_joined
 from duoka.model.gates import ACTS, Act
 from duoka.model.norms import forward_normed, may_be_norm
 from duoka.model.rotary import own_rotation, repeats_tables
 
 _PART = "fused_part"  # of a class
-GATED_BY = "MLP by "  # and the name of its gate's function
+GATED_BY, JOINED = "MLP by ", "joined "  # and the name of its gate's function; of one product for gate and up
 
 
 def apply_fused(lm: torch.nn.Module, *, keeps_products: bool = False) -> int:
@@ -40,7 +41,7 @@ def apply_fused(lm: torch.nn.Module, *, keeps_products: bool = False) -> int:
             # A class, not a method of this object: replicas that torch makes of it must not call the original.
             module.__class__ = _with_forward(type(module), kind, part)  # type: ignore[arg-type]
             count += 1
-        if hasattr(module, "q_proj") and not keeps_products:
+        if not keeps_products and _asks_for_attention(type(module)):
             setattr(module, native.OWN_ATTENTION, True)
     return count
 
@@ -54,10 +55,12 @@ def _find_kind(module: torch.nn.Module, adapters: bool, in_place: bool) -> tuple
     """(which part it is, the forward that takes its own's place; None: it stays)."""
     if may_be_norm(module):
         return "norm", forward_normed(type(module))  # type: ignore[arg-type]
-    if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
-        act = _act_of(type(module), type(module.act_fn))  # type: ignore[arg-type]
-        return ("MLP", None) if act is None else (f"{GATED_BY}{act.name}", _forward_gated(act))
-    if hasattr(module, "q_proj"):
+    for names, is_joined in _MLPS.items():
+        if all(isinstance(getattr(module, name, None), torch.nn.Module) for name in names):
+            act = _act_of(type(module), names[-1], type(getattr(module, names[-1])), is_joined)
+            part = f"{JOINED * is_joined}{GATED_BY}{act.name}" if act else "MLP"
+            return part, None if act is None else _forward_by(act, is_joined)
+    if _asks_for_attention(type(module)):
         return "rotation", _forward_rotated(type(module).forward, in_place)
     if adapters and hasattr(module, "lora_A"):
         return "adapters", forward_adapted if is_frozen_with_adapter(module) else None
@@ -72,6 +75,13 @@ def _with_forward(kind: type, forward: Any, part: str) -> type:
 # --- rotary embedding: written out in the attention's forward, by a function of its file ---
 
 _ROTATION = "apply_rotary_pos_emb"
+_ATTENTIONS = "ALL_ATTENTION_FUNCTIONS"  # transformers' table, where modules find the function that attends
+
+
+def _asks_for_attention(kind: type) -> bool:
+    """Whatever its projections are called, one of each or one for queries, keys and values."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)  # type: ignore[attr-defined]
+    return code is not None and _ATTENTIONS in code.co_names
 
 
 @functools.cache
@@ -111,24 +121,29 @@ def _copy(function: FunctionType, names: dict[str, Any], closure: tuple[CellType
 # --- gated MLP: down(act(gate(x)) * up(x)) (gated.py) ---
 
 
+# What its parts are called, the gate's function last; whether one product gives gate and up.
+_MLPS = {("gate_proj", "up_proj", "down_proj", "act_fn"): False, ("gate_up_proj", "down_proj", "activation_fn"): True}
+
+
 @functools.cache
-def _act_of(kind: type, activation: type) -> Act | None:
+def _act_of(kind: type, name: str, activation: type, is_joined: bool) -> Act | None:
     """The function of the gate, where it is computed as we do; None: otherwise."""
-    gate, up, down = draw(8, 12), draw(8, 12), draw(12, 8)
+    gate, up, both, down = draw(8, 12), draw(8, 12), draw(8, 24), draw(12, 8)
     try:
         act = activation()
     except TypeError:
         return None
-    stub = SimpleNamespace(
-        gate_proj=lambda x: x @ gate, up_proj=lambda x: x @ up, down_proj=lambda x: x @ down, act_fn=act
-    )
-    forms = ((one, functools.partial(forward_gated, stub, act=one)) for one in ACTS)
+    products = {"gate_proj": lambda x: x @ gate, "up_proj": lambda x: x @ up, "gate_up_proj": lambda x: x @ both}
+    stub = SimpleNamespace(**products, down_proj=lambda x: x @ down, **{name: act})
+    forms = ((one, functools.partial(_forward_by(one, is_joined), stub)) for one in ACTS)
     return next((one for one, form in forms if answers_alike(kind, stub, draw(3, 8), form)), None)
 
 
 @functools.cache
-def _forward_gated(act: Act) -> Any:
+def _forward_by(act: Act, is_joined: bool) -> Any:
+    ours = forward_joined if is_joined else forward_gated
+
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return forward_gated(self, x, act)
+        return ours(self, x, act)
 
     return forward

@@ -1,7 +1,7 @@
 """The gated MLP of a fused model: down(act(gate(x)) * up(x)), with less kept for the backward pass.
 
-`forward_gated` takes the place of a module's forward where fused.py found that the two answer the same; gates.py
-computes what lies between the products, fp8.py those of 8 bits.
+`forward_gated` and `forward_joined` take the place of a module's forward where fused.py found that the two answer the
+same; gates.py computes what lies between the products, fp8.py those of 8 bits. Without `up`, `gate` has both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GatedDown(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor,
+        ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor,
         left: tuple[Waiting, torch.Tensor] | None = None, act: Act = SILU,
     ) -> torch.Tensor:  # fmt: skip
         """`left`: where the weight's gradient waits, and whose it is."""
@@ -54,9 +54,9 @@ class GatedDown(torch.autograd.Function):
         is_left = ctx.left is not None  # and reads gate and up again
         if ctx.left is not None:
             waiting, source = ctx.left
-            waiting.leave(source, lambda: rows.t() @ times(act, gate, up).view(-1, up.shape[-1]))
+            waiting.leave(source, lambda: rows.t() @ times(act, gate, up).view(-1, weight.shape[-1]))
         with torch.autocast(grad.device.type, enabled=False):
-            slopes = gradients(act, gate, up, lambda: (rows @ weight).view_as(up), learn, in_place=not is_left)
+            slopes = gradients(act, gate, up, lambda: rows @ weight, learn, in_place=not is_left)
         return *slopes, found[0] if found else None, None, None
 
 
@@ -64,9 +64,9 @@ class GatedAdapted(torch.autograd.Function):
     """The same before a frozen product with an adapter, which reads act(gate) * up for a gradient too."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, act: Act, *call: Any) -> torch.Tensor:
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, act: Act, *call: Any) -> torch.Tensor:
         ctx.act = act
-        both = times(act, gate, up).view(-1, up.shape[-1])
+        both = times(act, gate, up).flatten(0, -2)
         return in_shape_of(gate, multiply(ctx, both, Call(*call), gate, up))
 
     @staticmethod
@@ -79,9 +79,9 @@ class GatedAdapted(torch.autograd.Function):
             learn = lambda both: found.append(slope.of_down(both))  # noqa: E731
         slopes: tuple[torch.Tensor | None, ...] = (None, None)
         if wants_gate or wants_up:
-            slopes = gradients(ctx.act, gate, up, lambda: slope.of_input().view_as(up), learn, in_place=True)
+            slopes = gradients(ctx.act, gate, up, slope.of_input, learn, in_place=True)
         elif learn is not None:
-            learn(times(ctx.act, gate, up).view(-1, up.shape[-1]))
+            learn(times(ctx.act, gate, up).flatten(0, -2))
         of_low, of_high = found[0] if found else None, slope.of_up() if wants_high else None
         return *slopes, None, None, None, of_low, of_high, *(None for _ in others)
 
@@ -91,7 +91,7 @@ class GatedDownFp8(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, again: bool, act: Act = SILU
+        ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor, again: bool, act: Act = SILU
     ) -> torch.Tensor:  # fmt: skip
         narrow = narrow_weight(weight, gate.dtype)
         ctx.save_for_backward(gate, up, *kept_weight(weight, narrow, again=again))
@@ -105,16 +105,24 @@ class GatedDownFp8(torch.autograd.Function):
         rows, weight_grad = quantize(grad.reshape(-1, grad.shape[-1]), E5M2), None
         if ctx.needs_input_grad[2]:
             weight_grad = weight_gradient(rows, _narrow_inside(ctx.act, gate, up), grad.dtype).to(ctx.weight_dtype)
-        inner = input_gradient(rows, weight_again(kept, grad.dtype), grad.dtype).view_as(up)
+        inner = input_gradient(rows, weight_again(kept, grad.dtype), grad.dtype)
         return *gradients(ctx.act, gate, up, lambda: inner, None, in_place=False), weight_grad, None, None
 
 
-def _narrow_inside(act: Act, gate: torch.Tensor, up: torch.Tensor) -> Narrow:
-    return quantize(times(act, gate, up).view(-1, up.shape[-1]), E4M3)
+def _narrow_inside(act: Act, gate: torch.Tensor, up: torch.Tensor | None) -> Narrow:
+    return quantize(times(act, gate, up).flatten(0, -2), E4M3)
 
 
 def forward_gated(self: Any, x: torch.Tensor, act: Act = SILU) -> torch.Tensor:
-    gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+    return _multiply_down(self.down_proj, self.gate_proj(x), self.up_proj(x), act)
+
+
+def forward_joined(self: Any, x: torch.Tensor, act: Act = SILU) -> torch.Tensor:
+    """Of one product for gate and up."""
+    return _multiply_down(self.down_proj, self.gate_up_proj(x), None, act)
+
+
+def _multiply_down(down: Any, gate: torch.Tensor, up: torch.Tensor | None, act: Act) -> torch.Tensor:
     is_cut = getattr(down, "takes_parts", False)  # of what ranks share: parallel/tensor.py
     is_watched = any(getattr(down, hooks, None) for hooks in ("_forward_hooks", "_forward_pre_hooks"))
     if getattr(type(down), "forward", None) is forward_adapted and not is_watched:

@@ -1,5 +1,6 @@
 """What a gated MLP multiplies, act(gate) * up, and its gradients, by the kernels that are there for it.
 
+Where one product gives both, gate and then up, it stands for gate, up is None, and one tensor has both gradients.
 Liger's on a GPU (gpu_kernels.py) know SiLU, the compiled ones (native.py) GELU by its tanh too; else torch's operators.
 """
 
@@ -38,67 +39,81 @@ SILU, GELU_TANH = Act("silu", F.silu, _silu_slope), _gelu("gelu_pytorch_tanh", "
 ACTS = (SILU, GELU_TANH, _gelu("gelu", "none"))
 
 
+def _halves(gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return gate.chunk(2, dim=-1) if up is None else (gate, up)  # type: ignore[return-value]
+
+
 def _in_liger(act: Act, gate: torch.Tensor, up: torch.Tensor) -> bool:
     return act is SILU and gpu_kernels.takes("MLP", gate, up)
 
 
-def _is_narrow(act: Act, *tensors: torch.Tensor) -> bool:
+def _is_narrow(act: Act, gate: torch.Tensor, up: torch.Tensor | None) -> bool:
+    tensors = [one for one in (gate, up) if one is not None]
     fits = all(one.dtype is torch.bfloat16 and one.is_contiguous() for one in tensors)
     return act in (SILU, GELU_TANH) and fits and native.serves(*tensors)
 
 
-def times(act: Act, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    if _in_liger(act, gate, up):
+def times(act: Act, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
+    if up is not None and _in_liger(act, gate, up):
         return gpu_kernels.silu_times(gate, up)
-    return native.gate_times(gate, up, gelu=act is GELU_TANH) if _is_narrow(act, gate, up) else act.value(gate).mul_(up)
+    if _is_narrow(act, gate, up):
+        return native.gate_times(gate, up, gelu=act is GELU_TANH)
+    gate, up = _halves(gate, up)
+    return act.value(gate).mul_(up)
 
 
-def times_kept(act: Act, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def times_kept(act: Act, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
     """The same, of which autograd knows, and keeps gate and up."""
-    if _in_liger(act, gate, up):
+    if up is not None and _in_liger(act, gate, up):
         return gpu_kernels.silu_times(gate, up)
     answer: torch.Tensor = Gated.apply(gate, up, act)
     return answer
 
 
 def gradients(
-    act: Act, gate: torch.Tensor, up: torch.Tensor, of_both: Callable[[], torch.Tensor],
+    act: Act, gate: torch.Tensor, up: torch.Tensor | None, of_both: Callable[[], torch.Tensor],
     learn: Callable[[torch.Tensor], None] | None, *, in_place: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Of gate and up, from that of act(gate) * up, rows of which are given to `learn`.
 
     `in_place`: kernels may write over all that they are given.
     """
-    width = up.shape[-1]
-    if in_place and _in_liger(act, gate, up):
+    shape = _halves(gate, up)[0].shape
 
-        def find(both: torch.Tensor) -> torch.Tensor:
-            if learn is not None:
-                learn(both.view(-1, width))
-            return of_both()
+    def find() -> torch.Tensor:
+        return of_both().reshape(shape)
 
-        return gpu_kernels.silu_times_backward(gate, up, find)
+    def show(both: torch.Tensor) -> None:
+        if learn is not None:
+            learn(both.view(-1, shape[-1]))
+
+    if in_place and up is not None and _in_liger(act, gate, up):
+        return gpu_kernels.silu_times_backward(gate, up, lambda both: (show(both), find())[1])
     if _is_narrow(act, gate, up):
         gate_grad, up_grad, both = native.gate_times_backward(
-            of_both().contiguous(), gate, up, gelu=act is GELU_TANH, again=learn is not None, in_place=in_place
+            find().contiguous(), gate, up, gelu=act is GELU_TANH, again=learn is not None, in_place=in_place
         )
-        if both is not None and learn is not None:
-            learn(both.view(-1, width))
+        if both is not None:
+            show(both)
         return gate_grad, up_grad
-    value = act.value(gate)
+    pair = _halves(gate, up)
+    value = act.value(pair[0])
     if learn is not None:
-        learn((value * up).view(-1, width))
-    inner = of_both()
-    gate_grad = inner * up
-    act.times_slope(gate_grad, gate)
-    return gate_grad, value.mul_(inner)
+        show(value * pair[1])
+    inner = find()
+    joined = torch.empty_like(gate) if up is None else None
+    places = (None, value) if joined is None else joined.chunk(2, dim=-1)
+    gate_grad = torch.mul(inner, pair[1], out=places[0])
+    act.times_slope(gate_grad, pair[0])
+    up_grad = torch.mul(value, inner, out=places[1])
+    return (gate_grad, up_grad) if joined is None else (joined, None)
 
 
 class Gated(torch.autograd.Function):
     """act(gate) * up, which keeps the two and computes act again: a quarter less memory for the MLP."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, act: Act = SILU) -> torch.Tensor:
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, act: Act = SILU) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
         ctx.act = act
         return times(act, gate, up)

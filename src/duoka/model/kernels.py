@@ -17,7 +17,7 @@ from duoka.model.attention import NAME, Case, why_no_kernel
 from duoka.model.build import LossModel, find_core, named_part
 from duoka.model.chunks import STRAIGHT
 from duoka.model.dtypes import BY_PRECISION
-from duoka.model.fused import GATED_BY, fused_parts
+from duoka.model.fused import GATED_BY, JOINED, fused_parts
 from duoka.model.layers import Absent
 from duoka.model.one_document import has_flash
 from duoka.model.onednn_products import use_onednn
@@ -51,7 +51,7 @@ def agree_on_kernels(
 def look(bare: Any, config: RunConfig, layout: Layout, device: torch.device) -> Facts:
     """What the table asks of a model whose parts were replaced where they could be."""
     fused = fused_parts(named_part(bare))
-    gates = sorted(part.removeprefix(GATED_BY) for part in fused if part.startswith(GATED_BY))
+    gates = sorted(part for part in fused if GATED_BY in part)
     facts = Facts(
         device=device.type,
         precision=layout.precision,
@@ -60,7 +60,8 @@ def look(bare: Any, config: RunConfig, layout: Layout, device: torch.device) -> 
         keeps_products=layout.recompute == "selective",
         attention_as_written=find_core(bare).config._attn_implementation != NAME,  # type: ignore[union-attr]
         has=fused & USUAL | ({"MLP"} if gates else set()),
-        gate=gates[0] if gates else "silu",
+        gate=gates[0].partition(GATED_BY)[2] if gates else "silu",
+        joined_gate=bool(gates) and gates[0].startswith(JOINED),
         adapters=config.lora is not None,
         adapters_beside_others="adapters" not in fused,
         drops=config.lora is not None and config.lora.dropout > 0,

@@ -97,30 +97,42 @@ struct Gelu {
   static float slope(float x) { return once * (1.0f + 3.0f * cubic * x * x); }
 };
 
-// out = act(gate) * up
+// out = act(gate) * up, rows of `width`; those of gate, up and their gradients begin `stride` numbers apart.
 template <class Act>
-void gate_forward(const bf16* gate, const bf16* up, bf16* out, i64 count, int threads) {
-#pragma omp parallel for simd num_threads(threads) schedule(static)
-  for (i64 i = 0; i < count; ++i) {
-    float x = wide(gate[i]);
-    out[i] = narrow(wide(narrow(x * sigmoid(Act::z(Act::within(x))))) * wide(up[i]));
+void gate_forward(const bf16* gate, const bf16* up, bf16* out, i64 rows, i64 width, i64 stride, int threads) {
+  i64 blocks = (width + 4095) / 4096;
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(static)
+  for (i64 row = 0; row < rows; ++row) {
+    for (i64 block = 0; block < blocks; ++block) {
+      const bf16 *from = gate + row * stride, *with = up + row * stride;
+      bf16* to = out + row * width;
+      i64 end = std::min(width, (block + 1) * 4096);
+#pragma omp simd
+      for (i64 i = block * 4096; i < end; ++i) {
+        float x = wide(from[i]);
+        to[i] = narrow(wide(narrow(x * sigmoid(Act::z(Act::within(x))))) * wide(with[i]));
+      }
+    }
   }
 }
 
 // The gradients of gate and up, and act(gate) * up again where `out` is given. Each may lie where `grad` does.
 template <class Act>
 void gate_backward(const bf16* grad, const bf16* gate, const bf16* up, bf16* gate_grad, bf16* up_grad, bf16* out,
-                   i64 count, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (i64 block = 0; block < (count + 4095) / 4096; ++block) {
-    i64 end = std::min(count, (block + 1) * 4096);
+                   i64 rows, i64 width, i64 stride, int threads) {
+  i64 blocks = (width + 4095) / 4096;
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(static)
+  for (i64 row = 0; row < rows; ++row) {
+    for (i64 block = 0; block < blocks; ++block) {
+      i64 apart = row * stride, at = row * width, end = std::min(width, (block + 1) * 4096);
 #pragma omp simd
-    for (i64 i = block * 4096; i < end; ++i) {
-      float whole = wide(gate[i]), x = Act::within(whole), u = wide(up[i]), g = wide(grad[i]), s = sigmoid(Act::z(x));
-      float value = wide(narrow(whole * s));
-      gate_grad[i] = narrow(g * u * s * (1.0f + x * (1.0f - s) * Act::slope(x)));
-      up_grad[i] = narrow(g * value);
-      if (out) out[i] = narrow(value * u);
+      for (i64 i = block * 4096; i < end; ++i) {
+        float whole = wide(gate[apart + i]), u = wide(up[apart + i]), g = wide(grad[at + i]);
+        float x = Act::within(whole), s = sigmoid(Act::z(x)), value = wide(narrow(whole * s));
+        gate_grad[apart + i] = narrow(g * u * s * (1.0f + x * (1.0f - s) * Act::slope(x)));
+        up_grad[apart + i] = narrow(g * value);
+        if (out) out[at + i] = narrow(value * u);
+      }
     }
   }
 }
@@ -152,15 +164,16 @@ void duoka_norm_backward(const void* grad, const void* x, const void* weight, co
     norm_backward(g, (const bf16*)x, (const bf16*)weight, inverse, (bf16*)x_grad, weight_sums, rows, dim, parts, threads);
 }
 
-void duoka_gate_forward(const bf16* gate, const bf16* up, bf16* out, i64 count, int gelu, int threads) {
-  if (gelu) gate_forward<Gelu>(gate, up, out, count, threads);
-  else gate_forward<Silu>(gate, up, out, count, threads);
+void duoka_gate_forward(const bf16* gate, const bf16* up, bf16* out, i64 rows, i64 width, i64 stride, int gelu,
+                        int threads) {
+  if (gelu) gate_forward<Gelu>(gate, up, out, rows, width, stride, threads);
+  else gate_forward<Silu>(gate, up, out, rows, width, stride, threads);
 }
 
 void duoka_gate_backward(const bf16* grad, const bf16* gate, const bf16* up, bf16* gate_grad, bf16* up_grad, bf16* out,
-                         i64 count, int gelu, int threads) {
-  if (gelu) gate_backward<Gelu>(grad, gate, up, gate_grad, up_grad, out, count, threads);
-  else gate_backward<Silu>(grad, gate, up, gate_grad, up_grad, out, count, threads);
+                         i64 rows, i64 width, i64 stride, int gelu, int threads) {
+  if (gelu) gate_backward<Gelu>(grad, gate, up, gate_grad, up_grad, out, rows, width, stride, threads);
+  else gate_backward<Silu>(grad, gate, up, gate_grad, up_grad, out, rows, width, stride, threads);
 }
 
 void duoka_rotate(const bf16* x, const void* cos, const void* sin, bf16* out, i64 tokens, i64 heads, i64 dim, i64 stride,

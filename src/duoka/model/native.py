@@ -6,58 +6,22 @@ callers use torch's form, which rounds to bf16 at other places: results differ a
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
-import hashlib
 import os
-import platform
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from duoka.model.native_library import Library, load_compiled
 from duoka.plan.compiler import SWITCH, find_compiler
-from duoka.plan.hardware import count_usable_cores
-from duoka.runs.cache import cache_folder, hold_lock
+from duoka.runs.cache import cache_folder
 
-_FILES = (
-    "native.h", "attention.h", "narrow_products.h", "native.cpp", "attention.cpp", "attention_wide.cpp", "decode.cpp",
-    "adamw.cpp",
-)  # fmt: skip
-SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
-_OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp",
-            "-fno-strict-aliasing", "-fPIC")  # fmt: skip
-_COMPILE_WITHIN_S = 120
 _NORM_PARTS = 64  # sums of rows that a norm's weight gradient is added up from, whatever the threads
-
-_P, _I, _F, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-_SIGNATURES: Mapping[str, list[Any]] = {
-    "norm_forward": [_P, _P, _P, _P, _I, _I, _F, _N, _N, _N],
-    "norm_backward": [_P, _P, _P, _P, _P, _P, _I, _I, _I, _N, _N, _N],
-    "gate_forward": [_P, _P, _P, _I, _N, _N],
-    "gate_backward": [_P, _P, _P, _P, _P, _P, _I, _N, _N],
-    "rotate": [_P, _P, _P, _P, _I, _I, _I, _I, _F, _N, _N],
-    "cross_entropy": [_P, _P, _P, _I, _I, _N],
-    "add": [_P, _P, _I, _N],
-    "drop": [_P, _P, _P, _I, _I, _I, _I, _N, _N],
-    "adamw": [_P, _P, _P, _P, _I, _I, _I, *[_F] * 7, _N],
-    "sum_rows": [_P, _P, _P, _P, _I, _I, _N, _N],
-    "wide_attention_forward": [_P, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P, _N, _N],
-    "wide_attention_backward": [_P, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P, _P, _P, _P, _P, _N, _N],
-    "attend_rows": [_P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _N, _N],
-    "multiply_rows": [_P, _P, _P, _P, _I, _I, _I, _N, _N],
-    "multiply_codes": [_P, _P, _P, _P, _P, _I, _I, _I, _N, _N],
-}
-_NARROW_ATTENTION: Mapping[str, list[Any]] = {
-    "attention_forward": [_P, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P, _N],
-    "attention_backward": [_P, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P, _P, _P, _P, _P, _N],
-}
 # Of one document, where products are fp32's: each thread keeps six forms of its keys, and torch's is as fast by then.
 _LONGEST_WIDE = 8192
 Edges = tuple[torch.Tensor, torch.Tensor]
@@ -78,22 +42,6 @@ def narrows(*tensors: torch.Tensor) -> bool:
     """`serves`, in a pass whose products are bf16."""
     on = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
     return on and serves(*tensors)
-
-
-class Library:
-    """The compiled functions, by name."""
-
-    def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
-        self.has_narrow_attention = bool(library.duoka_has_narrow_attention())
-        known = {**_SIGNATURES, **(_NARROW_ATTENTION if self.has_narrow_attention else {})}
-        for name, arguments in known.items():
-            function = getattr(library, f"duoka_{name}")
-            function.argtypes, function.restype = arguments, None
-            setattr(self, name, function)
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        raise AttributeError(name)
 
 
 @dataclass
@@ -146,54 +94,6 @@ def use_at_most(level: int) -> None:
         found.library.has_narrow_attention = False
 
 
-def load_compiled(compiler: str, folder: Path) -> Library:
-    """For this source, compiler and kind of processor: whoever is first compiles, others wait for it."""
-    key = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES))
-    key.update(repr((_OPTIONS, compiler, os.stat(compiler).st_mtime_ns, _processor())).encode())
-    name = f"kernels-{key.hexdigest()[:20]}"
-    path = _compiled(folder, name)
-    if path is None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with hold_lock(folder / "compile.lock", on_wait=lambda: None):
-            path = _compiled(folder, name) or _compile(compiler, folder, name)
-    return Library(path)
-
-
-def _compiled(folder: Path, name: str) -> Path | None:
-    """The file that is what its name says: loading one that was cut short would end the process."""
-    return next((path for path in folder.glob(f"{name}-*.so") if path.stem == f"{name}-{_digest(path)}"), None)
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
-
-
-def _compile(compiler: str, folder: Path, name: str) -> Path:
-    def make(target: Path, *words: str) -> Path:
-        command = [compiler, *_OPTIONS, *words, "-o", str(target)]
-        subprocess.run(command, check=True, timeout=_COMPILE_WITHIN_S, stdin=subprocess.DEVNULL, capture_output=True)
-        return target
-
-    units = [source for source in SOURCES if source.suffix == ".cpp"]
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        with ThreadPoolExecutor(min(len(units), count_usable_cores())) as side_by_side:
-            objects = list(side_by_side.map(lambda unit: make(Path(place, f"{unit.stem}.o"), "-c", str(unit)), units))
-        made = make(Path(place, "kernels.so"), "-shared", *map(str, objects))
-        path = folder / f"{name}-{_digest(made)}.so"
-        os.replace(made, path)
-    return path
-
-
-def _processor() -> str:
-    """What -march=native asks: a cache folder may be shared by machines of several kinds."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        told = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-        if told:
-            return "\n".join(told)
-    return f"{platform.processor()} {platform.node()}"  # nobody says which: a machine's own
-
-
 def why_not() -> str:
     """Why there are none; "": there are. Compiles them, where nobody did yet."""
     return _find().why_not
@@ -243,22 +143,36 @@ def norm_backward(
     return x_grad, None if sums is None else sums.sum(dim=0).to(weight.dtype)
 
 
-def gate_times(gate: torch.Tensor, up: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
-    """silu(gate) * up, of contiguous bf16; or GELU's tanh form in place of SiLU."""
-    out = torch.empty_like(gate)
-    _library().gate_forward(_at(gate), _at(up), _at(out), out.numel(), gelu, torch.get_num_threads())
+def gate_times(gate: torch.Tensor, up: torch.Tensor | None, *, gelu: bool = False) -> torch.Tensor:
+    """silu(gate) * up, of contiguous bf16; or GELU's tanh form in place of SiLU. Without `up`, rows of `gate` have both."""
+    pair, sizes = _gate_rows(gate, up)
+    out = torch.empty_like(pair[0], memory_format=torch.contiguous_format)
+    _library().gate_forward(*(_at(one) for one in (*pair, out)), *sizes, gelu, torch.get_num_threads())
     return out
 
 
 def gate_times_backward(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, gelu: bool, again: bool, in_place: bool = True
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, *, gelu: bool, again: bool, in_place: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(gradient of gate, of up, their product where it is wanted `again`). `in_place`: up's goes over `grad`."""
-    gate_grad, out = torch.empty_like(gate), torch.empty_like(gate) if again else None
-    up_grad = grad if in_place else torch.empty_like(up)
-    places = (_at(one) for one in (grad, gate, up, gate_grad, up_grad, out))
-    _library().gate_backward(*places, gate.numel(), gelu, torch.get_num_threads())
+    pair, sizes = _gate_rows(gate, up)
+    gate_grad, out = torch.empty_like(gate), torch.empty_like(grad) if again else None
+    up_grad = None if up is None else grad if in_place else torch.empty_like(up)
+    places = (*pair, *_gate_rows(gate_grad, up_grad)[0])
+    _library().gate_backward(
+        _at(grad), *(_at(one) for one in places), _at(out), *sizes, gelu, torch.get_num_threads()
+    )
     return gate_grad, up_grad, out
+
+
+def _gate_rows(
+    gate: torch.Tensor, up: torch.Tensor | None
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, int, int]]:
+    """(gate and up; how many rows, how long they are, and from one to the next)."""
+    if up is not None:
+        return (gate, up), (1, gate.numel(), gate.numel())
+    width = gate.shape[-1] // 2
+    return gate.chunk(2, dim=-1), (gate.numel() // (2 * width), width, 2 * width)  # type: ignore[return-value]
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:

@@ -142,6 +142,14 @@ def share_keys(
     return (key, value) if is_flash and has_flash(query.device) else _repeat_heads(query, key, value)
 
 
+def apart_from_others(value: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Values, copied where they alone would keep one product of queries, keys and values, as others were turned since."""
+    whole = None if torch.compiler.is_compiling() or not torch.is_grad_enabled() else value._base
+    if whole is None or query._base is whole or value.shape[-1] != query.shape[-1] or not value.requires_grad:
+        return value
+    return value if whole.numel() == value.numel() else value.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _repeat_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     times = query.shape[1] // key.shape[1]
     return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)

@@ -41,7 +41,7 @@ def has_own_attention(work: Work, layout: Layout) -> bool:
     """Whether a compiled kernel attends to all documents of a row in one call."""
     parts = work.shape.parts
     is_known = layout.precision in ("fp32", "bf16", "fp8") and layout.recompute != "selective"
-    is_other = parts.joined_qkv or parts.writes_attention or is_latent(work.shape)
+    is_other = parts.writes_attention or is_latent(work.shape)
     return is_known and _is_compiled_for(work, layout) and not is_other
 
 
@@ -113,7 +113,6 @@ def means_of(work: Work, layout: Layout, number: int | None = None) -> Means:
         at_once=at_once,
         repeats=on_gpu and not has_flash(work, layout),
         joins=layout.sp > 1 or (layout.packing and not at_once),
-        exchanges=layout.sp > 1,
         learns=work.lora is None,
         experts_learn=work.lora is None or bool(work.shape.num_expert_adapters(work.lora.targets)),
         in_8_bits=layout.precision == "fp8",

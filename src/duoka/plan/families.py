@@ -52,6 +52,7 @@ class Family:
     mlp: Literal["gated", "fused", "plain"] = "gated"
     mlp_names: tuple[str, str] = ("up_proj", "down_proj")  # of a plain one
     fused_qkv: bool = False
+    conv1d: bool = False  # in place of linear layers
     attention_names: tuple[str, str] = ("self_attn.qkv_proj", "self_attn.o_proj")  # of a fused one; else the second
     ffn: str = "intermediate_size"  # where config.json keeps the feed-forward width
     ffn_times: int = 0  # how many times the hidden size it is where nothing says so
@@ -92,7 +93,7 @@ _GPT2 = Family(
     qkv_bias=True, out_bias=True, mlp_bias=True, norm_terms=2, mlp="plain", mlp_names=("c_fc", "c_proj"),
     fused_qkv=True, attention_names=("attn.c_attn", "attn.c_proj"), ffn="n_inner", ffn_times=4, more_positions=0,
     act="gelu_new",
-    defaults={"tie_word_embeddings": True, "max_position_embeddings": 1024},
+    conv1d=True, defaults={"tie_word_embeddings": True, "max_position_embeddings": 1024},
 )  # fmt: skip
 _OF_FOUR = ("dense_h_to_4h", "dense_4h_to_h")
 FAMILIES: dict[str, Family] = {
@@ -179,7 +180,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"tie_word_embeddings": True, "ffn_dim": 4096},
     ),
     "gpt2": _GPT2,
-    "gpt_bigcode": replace(_GPT2, defaults={**_GPT2.defaults, "num_key_value_heads": 1}),
+    "gpt_bigcode": replace(_GPT2, conv1d=False, defaults={**_GPT2.defaults, "num_key_value_heads": 1}),
     "opt": Family(
         qkv_bias="enable_bias", out_bias="enable_bias", mlp_bias="enable_bias", norm_terms=2, mlp="plain",
         mlp_names=("fc1", "fc2"), attention_names=("", "self_attn.out_proj"), ffn="ffn_dim", more_positions=2,
@@ -318,8 +319,8 @@ def parts_of(family: Family, facts: Mapping[str, Any]) -> LayerParts:
         norm="layer" if family.norm_terms > 1 else family.norm,
         post_norms=family.post_norms,
         parallel=bool(read.get(family.parallel) if isinstance(family.parallel, str) else family.parallel),
-        joined_qkv=family.fused_qkv,
         joined_gate=family.mlp == "fused",
+        conv1d=family.conv1d,
         act=named,
         own_rotation=family.own_rotation,
         writes_attention=family.num_sinks > 0 or bool(read.get("attn_logit_softcapping")),

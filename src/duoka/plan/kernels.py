@@ -39,6 +39,7 @@ class Facts:
     attention_as_written: bool = False  # ours would compute something else
     has: frozenset[str] = USUAL  # which of these the model computes as duoka knows them
     gate: str = "silu"  # the MLP's
+    joined_gate: bool = False  # and one product gives it and what it multiplies
     adapters: bool = False
     adapters_beside_others: bool = False  # than linear layers, say experts
     drops: bool = False  # adapters drop some of what they read
@@ -76,6 +77,8 @@ def _liger(part: str) -> Way:
             return None
         if part == "MLP" and facts.gate != "silu":
             return f"its kernel knows gates by silu, not {facts.gate}"
+        if part == "MLP" and facts.joined_gate and not facts.no_liger.get(part):
+            return "its kernel would copy gate and up out of the one product that gives both"
         if part == "rotation" and facts.keeps_products and not facts.no_liger.get(part):
             return "selective recompute keeps the products that it would write over"
         return facts.no_liger.get(part, "")
@@ -249,6 +252,7 @@ def expected(config: RunConfig, work: Work, layout: Layout, machine: Machine) ->
         keeps_products=layout.recompute == "selective",
         has=frozenset(_usual_parts(work.shape)),
         gate=work.shape.parts.act,
+        joined_gate=work.shape.parts.joined_gate,
         adapters=config.lora is not None,
         adapters_beside_others=work.shape.packed_by not in ("", "bitsandbytes"),  # GPTQ's, AWQ's
         drops=config.lora is not None and config.lora.dropout > 0,

@@ -25,7 +25,6 @@ class Means:
     at_once: bool  # attention over all documents of a row in one launch
     repeats: bool  # keys that heads share, for each head: of a GPU's fused kernels FlashAttention alone shares them
     joins: bool  # documents' outputs, or what was exchanged, into a tensor of their own
-    exchanges: bool  # along the sequence: keys and values come as tensors of their own
     learns: bool  # norms' weights do
     experts_learn: bool
     in_8_bits: bool
@@ -132,20 +131,17 @@ def kept_by_attention(shape: ModelShape, how: Means) -> float:
     # Rotations are as wide as the stream where no kernel turns, and what is written out narrows nothing.
     turns = (how.on_gpu or how.kernels) and not parts.own_rotation
     wide = max(size, how.stream) if parts.writes_attention and not turns else size
-    rotates = not shape.num_positions
-    cut: float = wide * shape.q_size if rotates or how.at_once or not parts.joined_qkv else 0.0
+    cut: float = wide * shape.q_size
     if how.repeats and shape.num_kv_heads < shape.num_heads and not parts.writes_attention:
         cut += 2 * size * shape.q_size
-    elif parts.joined_qkv and not (how.at_once or how.exchanges):
-        # Values are a view of the joined product, which stays for them; what is not rotated is one too.
-        cut += wide * shape.kv_size * rotates + size * (shape.q_size + 2 * shape.kv_size)
     else:
         cut += (wide + size) * shape.kv_size
     cut += size * shape.q_size  # the output
     if not parts.writes_attention:
         cut += _WIDE * shape.num_heads
         cut += size * shape.q_size if how.joins and not how.in_8_bits and keeps_output else 0
-    if how.compiled and not how.learns and keeps_output:  # PEFT widens it and autocast narrows it: a copy of its own
+    by_peft = how.compiled or (parts.conv1d and how.at_once and how.is_half)
+    if by_peft and not how.learns and keeps_output:  # PEFT widens it and autocast narrows it: a copy of its own
         cut += size * shape.q_size
     if how.in_8_bits and keeps_output:
         cut += shape.q_size
@@ -206,7 +202,7 @@ def kept_by_mlp(shape: ModelShape, how: Means) -> tuple[float, float]:
         return 0.0, (kept - size * (not is_read and parts.act != "relu")) * shape.intermediate_size
     if how.compiled:  # gate, the other product, and both multiplied where it is read: the activation is computed again
         return 0.0, (2 + (is_read and not how.in_8_bits)) * size * shape.intermediate_size
-    if parts.joined_gate or parts.act not in _OWN_GATES:
+    if parts.act not in _OWN_GATES:
         return 0.0, (_GATED - (not is_read)) * size * shape.intermediate_size
     return 0.0, (2 + _keeps_gated(shape, how)) * size * shape.intermediate_size
 

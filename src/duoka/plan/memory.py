@@ -24,9 +24,11 @@ from duoka.plan.moments import (
 from duoka.plan.offload import buffer_bytes
 from duoka.plan.recipe import StaticMemory, Work, gathered_whole, shares, static_memory
 
-# A process before it holds any model: interpreter, torch, transformers, peft, what kernels keep (385 to 395 MiB when
-# measured). The upper end has what glibc keeps of freed blocks, up to 250 MiB more, from run to run others.
-CPU_FRAMEWORK_BYTES = (370 * 2**20, 390 * 2**20, 700 * 2**20)  # low, likely, high
+# A process beside its tensors: interpreter, torch, transformers, what kernels keep, what the heap has free. A toy took
+# 368 (fp32) to 404 MiB (bf16), 135M 470 to 590 in eight settings and 727 in one: pages of freed blocks, from run to run
+# others. With peft, whose modules are many, a toy took 419 to 455, and 135M 502 to 564 in eight settings.
+CPU_FRAMEWORK_BYTES = (370 * 2**20, 460 * 2**20, 800 * 2**20)  # low, likely, high
+PEFT_BYTES = 55 * 2**20
 # CUDA context and NCCL's buffers on a GPU. One H200, without NCCL, had 1.37 to 1.41 GiB taken beside tensors, with what
 # the allocator held unused.
 CUDA_FRAMEWORK_BYTES = (600 * 2**20, 1200 * 2**20, 1800 * 2**20)
@@ -240,6 +242,7 @@ def _framework_bytes(work: Work, layout: Layout) -> tuple[int, int, int]:
     """(low, likely, high). On a GPU every further axis brings communicators, and buffers with them."""
     if work.device != "cuda":
         more = deepspeed.IMPORTED_BYTES if work.deepspeed is not None else 0
+        more += PEFT_BYTES if work.lora is not None else 0
         return tuple(size + more for size in CPU_FRAMEWORK_BYTES)  # type: ignore[return-value]
     return tuple(size + len(layout.axes) * AXIS_BYTES for size in CUDA_FRAMEWORK_BYTES)  # type: ignore[return-value]
 
