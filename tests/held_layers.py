@@ -33,6 +33,7 @@ _GROUPED = {**_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "f
 _ALONE = {"num_key_value_heads": None}  # each head has its own keys
 FAMILIES = {
     "llama": {}, "qwen2": {}, "qwen3": {}, "gemma": {}, "gemma2": {}, "gemma3_text": {}, "olmo2": {}, "glm": {},
+    "glm4": {}, "olmo3": {}, "exaone4": {}, "arcee": {}, "nemotron": {}, "stablelm": {}, "ministral3": {},
     "phi3": {}, "phi": {}, "granite_swa": {}, "starcoder2": {"sliding_window": None}, "gpt_neox": _ALONE,
     "gpt2": {**_ALONE, "n_inner": 704, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
     "opt": {**_ALONE, "ffn_dim": 704, "dropout": 0, "word_embed_proj_dim": 256},

@@ -29,6 +29,7 @@ from duoka.model.gated import GatedDown, forward_gated
 from duoka.model.gates import Gated
 from duoka.model.loss import Goal
 from duoka.model.norms import RmsNorm
+from duoka.model.remade import remade
 from duoka.model.request import ModelRequest
 
 
@@ -264,3 +265,37 @@ def test_a_norm_is_called_by_the_name_of_its_input_and_may_lack_a_weight():
     x, bare, norms = torch.randn(3, 8), Norm(None), torch.nn.ModuleList([Norm(torch.nn.Parameter(torch.ones(8)))])
     assert apply_fused(torch.nn.ModuleList([bare])) == 0 and apply_fused(norms) == 1
     torch.testing.assert_close(norms[0](states=x), bare(x))
+
+
+@pytest.mark.parametrize("act", [torch.nn.GELU(approximate="tanh"), torch.nn.GELU(), torch.nn.SiLU()], ids=repr)
+def test_a_gate_is_known_by_what_it_computes(act):
+    """Two of one class may not be the same."""
+
+    class Gated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_proj, self.up_proj = torch.nn.Linear(8, 12), torch.nn.Linear(8, 12)
+            self.down_proj, self.act_fn = torch.nn.Linear(12, 8), act
+
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    ours, x = Gated(), torch.randn(3, 8)
+    want = ours(x)
+    assert apply_fused(ours) == 1
+    torch.testing.assert_close(ours(x), want)
+
+
+def test_an_activation_in_steps_is_one_kernel_and_adapters_behind_it_keep_nothing_of_it():
+    from transformers.activations import ACT2FN
+
+    for name in ("gelu_new", "gelu_fast", "gelu", "gelu_pytorch_tanh", "silu"):
+        steps = ACT2FN[name]
+        ours, x = copy.deepcopy(steps), torch.randn(3, 8, requires_grad=True)
+        assert apply_fused(torch.nn.ModuleList([ours])) == 1, name
+        torch.testing.assert_close(ours(x), steps(x))
+        again = remade(ours(x))
+        assert again is not None and again.sources[0] is x and torch.equal(again.recipe.make(again.sources), ours(x))
+    for name in ("relu", "relu2", "quick_gelu"):
+        assert apply_fused(torch.nn.ModuleList([ACT2FN[name]])) == 0, name
+    assert apply_fused(torch.nn.ModuleList([torch.nn.SiLU(inplace=True)])) == 0

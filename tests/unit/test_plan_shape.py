@@ -22,7 +22,8 @@ SMALL = {
     "num_key_value_heads": 2, "vocab_size": 331, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 UNGROUPED = {"num_key_value_heads": None}
-NOT_BY_DEFAULT = {"dots1", "gpt_neo"}  # whose classes assume no experts, and a kind for each of 24 layers, and fail
+# Whose classes assume no experts, a kind for each of 24 layers, no count of key-value heads, and fail.
+NOT_BY_DEFAULT = {"dots1", "gpt_neo", "nemotron"}
 CASES = [
     ("llama", {"tie_word_embeddings": False}),
     ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -43,7 +44,15 @@ CASES = [
     ("seed_oss", {"attention_out_bias": True, "attention_bias": False}),
     ("olmo2", {}),
     ("phi3", {}),
+    ("olmo3", {}),
     ("glm", {}),
+    ("glm4", {"head_dim": 16}),
+    ("ministral3", {}),
+    ("cwm", {}),
+    ("arcee", {"head_dim": 16, "mlp_bias": True}),
+    ("nemotron", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    ("stablelm", {"use_qkv_bias": True, "tie_word_embeddings": True}),
+    ("exaone4", {"head_dim": 16}),
     ("phi", {}),
     ("phi", {"num_key_value_heads": None, "tie_word_embeddings": True}),
     ("ernie4_5", {"head_dim": 16}),

@@ -44,7 +44,7 @@ class Call(NamedTuple):
         return self.scale if self.keys is None else self.scale * keep_scale(self.level)
 
 
-def multiply(ctx: Any, flat: torch.Tensor, call: Call, *sources: torch.Tensor) -> torch.Tensor:
+def multiply(ctx: Any, flat: torch.Tensor, call: Call, *sources: torch.Tensor | None) -> torch.Tensor:
     """Of rows; keeps what `rebuilt` and the gradients ask for: `sources`, of which `flat` is made again, or is one."""
     with torch.autocast(flat.device.type, enabled=False):
         out = F.linear(flat, _unpacked(call.weight, flat.dtype), call.bias)

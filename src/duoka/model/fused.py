@@ -1,7 +1,7 @@
 """Parts of a transformer with fewer passes over memory, and with less kept for the backward pass, than written plainly.
 
-`apply_fused` looks for norms, gated MLPs and adapters, tries each kind beside the model's own code on random numbers,
-and replaces those that answer the same. What it does not recognize stays as it is. Not for torch.compile, which fuses.
+`apply_fused` looks for norms, MLPs and adapters, tries each kind beside the model's own code on random numbers, and
+replaces those that answer the same. What it does not recognize stays as it is. Not for torch.compile, which fuses.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from duoka.model.alike import answers_alike, draw
 from duoka.model.gated import forward_gated, forward_joined
 from duoka.model.gates import ACTS, Act
 from duoka.model.norms import forward_normed, may_be_norm
+from duoka.model.remade import can_be_remade
 from duoka.model.rotary import own_rotation, repeats_tables
 
 _PART = "fused_part"  # of a class
@@ -34,10 +35,12 @@ def apply_fused(lm: torch.nn.Module, *, keeps_products: bool = False) -> int:
     find_head = getattr(lm, "get_output_embeddings", None)
     head = find_head() if find_head else None
     in_place = not keeps_products and not gpu_kernels.why_not()["rotation"] and repeats_tables(lm)
-    count = 0
-    for module in lm.modules():
-        part, kind = ("", None) if module is head else _find_kind(module, not keeps_products, in_place)
+    count, gates = 0, set()
+    for module in lm.modules():  # whoever has a gate comes before it
+        is_left = module is head or module in gates
+        part, kind = ("", None) if is_left else _find_kind(module, not keeps_products, in_place)
         if kind is not None:
+            gates |= {getattr(module, names[-1], None) for names in _MLPS} if GATED_BY in part else set()
             # A class, not a method of this object: replicas that torch makes of it must not call the original.
             module.__class__ = _with_forward(type(module), kind, part)  # type: ignore[arg-type]
             count += 1
@@ -57,13 +60,16 @@ def _find_kind(module: torch.nn.Module, adapters: bool, in_place: bool) -> tuple
         return "norm", forward_normed(type(module))  # type: ignore[arg-type]
     for names, is_joined in _MLPS.items():
         if all(isinstance(getattr(module, name, None), torch.nn.Module) for name in names):
-            act = _act_of(type(module), names[-1], type(getattr(module, names[-1])), is_joined)
+            act = _act_of(module, names[-1], is_joined)
             part = f"{JOINED * is_joined}{GATED_BY}{act.name}" if act else "MLP"
             return part, None if act is None else _forward_by(act, is_joined)
     if _asks_for_attention(type(module)):
         return "rotation", _forward_rotated(type(module).forward, in_place)
     if adapters and hasattr(module, "lora_A"):
         return "adapters", forward_adapted if is_frozen_with_adapter(module) else None
+    if type(module).__module__ in _ACTIVATIONS and not getattr(module, "inplace", False):
+        act = next((one for one in ACTS if answers_alike(type(module), module, draw(3, 8), one.value)), None)
+        return "activation", None if act is None else _forward_activated(act)
     return "", None
 
 
@@ -125,18 +131,13 @@ def _copy(function: FunctionType, names: dict[str, Any], closure: tuple[CellType
 _MLPS = {("gate_proj", "up_proj", "down_proj", "act_fn"): False, ("gate_up_proj", "down_proj", "activation_fn"): True}
 
 
-@functools.cache
-def _act_of(kind: type, name: str, activation: type, is_joined: bool) -> Act | None:
+def _act_of(mlp: torch.nn.Module, name: str, is_joined: bool) -> Act | None:
     """The function of the gate, where it is computed as we do; None: otherwise."""
     gate, up, both, down = draw(8, 12), draw(8, 12), draw(8, 24), draw(12, 8)
-    try:
-        act = activation()
-    except TypeError:
-        return None
     products = {"gate_proj": lambda x: x @ gate, "up_proj": lambda x: x @ up, "gate_up_proj": lambda x: x @ both}
-    stub = SimpleNamespace(**products, down_proj=lambda x: x @ down, **{name: act})
+    stub = SimpleNamespace(**products, down_proj=lambda x: x @ down, **{name: getattr(mlp, name)})
     forms = ((one, functools.partial(_forward_by(one, is_joined), stub)) for one in ACTS)
-    return next((one for one, form in forms if answers_alike(kind, stub, draw(3, 8), form)), None)
+    return next((one for one, form in forms if answers_alike(type(mlp), stub, draw(3, 8), form)), None)
 
 
 @functools.cache
@@ -145,5 +146,18 @@ def _forward_by(act: Act, is_joined: bool) -> Any:
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return ours(self, x, act)
+
+    return forward
+
+
+# --- the activation of an MLP without a gate, which adapters behind it need not keep (remade.py) ---
+
+_ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
+
+
+@functools.cache
+def _forward_activated(act: Act) -> Any:
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        return can_be_remade(act.value(input), act.value, input)
 
     return forward

@@ -88,7 +88,12 @@ def gradients(
             learn(both.view(-1, shape[-1]))
 
     if in_place and up is not None and _in_liger(act, gate, up):
-        return gpu_kernels.silu_times_backward(gate, up, lambda both: (show(both), find())[1])
+
+        def show_and_find(both: torch.Tensor) -> torch.Tensor:
+            show(both)
+            return find()
+
+        return gpu_kernels.silu_times_backward(gate, up, show_and_find)
     if _is_narrow(act, gate, up):
         gate_grad, up_grad, both = native.gate_times_backward(
             find().contiguous(), gate, up, gelu=act is GELU_TANH, again=learn is not None, in_place=in_place

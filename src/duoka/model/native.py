@@ -144,7 +144,7 @@ def norm_backward(
 
 
 def gate_times(gate: torch.Tensor, up: torch.Tensor | None, *, gelu: bool = False) -> torch.Tensor:
-    """silu(gate) * up, of contiguous bf16; or GELU's tanh form in place of SiLU. Without `up`, rows of `gate` have both."""
+    """silu(gate) * up, of contiguous bf16, or GELU's tanh form in place of SiLU; without `up`, `gate` has both."""
     pair, sizes = _gate_rows(gate, up)
     out = torch.empty_like(pair[0], memory_format=torch.contiguous_format)
     _library().gate_forward(*(_at(one) for one in (*pair, out)), *sizes, gelu, torch.get_num_threads())
@@ -159,9 +159,7 @@ def gate_times_backward(
     gate_grad, out = torch.empty_like(gate), torch.empty_like(grad) if again else None
     up_grad = None if up is None else grad if in_place else torch.empty_like(up)
     places = (*pair, *_gate_rows(gate_grad, up_grad)[0])
-    _library().gate_backward(
-        _at(grad), *(_at(one) for one in places), _at(out), *sizes, gelu, torch.get_num_threads()
-    )
+    _library().gate_backward(_at(grad), *(_at(one) for one in places), _at(out), *sizes, gelu, torch.get_num_threads())
     return gate_grad, up_grad, out
 
 

@@ -143,7 +143,7 @@ def share_keys(
 
 
 def apart_from_others(value: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Values, copied where they alone would keep one product of queries, keys and values, as others were turned since."""
+    """Values, copied where they alone would keep the product of queries, keys and values: the others were turned."""
     whole = None if torch.compiler.is_compiling() or not torch.is_grad_enabled() else value._base
     if whole is None or query._base is whole or value.shape[-1] != query.shape[-1] or not value.requires_grad:
         return value

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from duoka.plan.sizes import LayerParts
-
 # What configs call the number of experts.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -95,6 +93,13 @@ _GPT2 = Family(
     act="gelu_new",
     conv1d=True, defaults={"tie_word_embeddings": True, "max_position_embeddings": 1024},
 )  # fmt: skip
+_GLM = Family(
+    qkv_bias="attention_bias",
+    mlp="fused",
+    own_rotation=True,
+    defaults={"attention_bias": True, "num_key_value_heads": 2, "head_dim": 128},
+)
+_OLMO2 = Family(qkv_bias="attention_bias", out_bias="attention_bias", norm="wide", post_norms=2, qk_norm="full")
 _OF_FOUR = ("dense_h_to_4h", "dense_4h_to_h")
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
@@ -123,7 +128,8 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias",
         defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128},
     ),
-    "olmo2": Family(qkv_bias="attention_bias", out_bias="attention_bias", norm="wide", post_norms=2, qk_norm="full"),
+    "olmo2": _OLMO2,
+    "olmo3": replace(_OLMO2, windows=4, defaults={"sliding_window": 4096}),
     "phi3": Family(mlp="fused", fused_qkv=True, windows="all"),
     "phi": Family(
         qkv_bias=True, out_bias=True, mlp_bias=True, head_bias=True, norm_terms=2, block_norms=1, mlp="plain",
@@ -133,10 +139,14 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias",
         defaults={"tie_word_embeddings": True, "num_key_value_heads": 2, "head_dim": 128},
     ),
-    "glm": Family(
-        qkv_bias="attention_bias", mlp="fused",
-        defaults={"attention_bias": True, "num_key_value_heads": 2, "head_dim": 128},
-    ),
+    "glm": _GLM,
+    "glm4": replace(_GLM, block_norms=4, post_norms=2),
+    "ministral3": Family(windows="all", defaults={"num_key_value_heads": 8, "head_dim": 128}),
+    "cwm": Family(mlp_bias="mlp_bias", windows=4, defaults={"num_key_value_heads": 8, "head_dim": 128}),
+    "arcee": Family(**_LLAMA_BIASES, mlp="plain", act="relu2"),
+    "nemotron": Family(**_LLAMA_BIASES, norm_terms=2, mlp="plain", act="relu2"),
+    "stablelm": Family(qkv_bias="use_qkv_bias", norm_terms=2),
+    "exaone4": Family(post_norms=2, qk_norm="head", windows=4, defaults={"num_key_value_heads": 32}),
     "starcoder2": Family(
         qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", norm_terms=2, mlp="plain", windows="all",
         mlp_names=("c_fc", "c_proj"), act="gelu_pytorch_tanh",
@@ -284,108 +294,3 @@ FAMILIES: dict[str, Family] = {
         },
     ),
 }  # fmt: skip
-
-_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-_EXPERT_SIZES = ("moe_intermediate_size", "expert_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
-_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
-
-
-# Their positions stand in a table that ends where config.json says: a longer text is an index out of range.
-_POSITIONS = "max_position_embeddings"
-_TABLES_OF_POSITIONS = {
-    "bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "codegen", "ctrl", "git", "gpt2",
-    "gpt_bigcode", "gpt_neo", "gptj", "marian", "mbart", "mpt", "mvp", "openai-gpt", "opt", "pegasus", "plbart",
-    "trocr",
-}  # fmt: skip
-
-
-def longest_text(facts: Mapping[str, Any]) -> int | None:
-    """Tokens that a model can read at all; None where positions are computed, however many there are."""
-    family, named = find_family(facts), with_usual_names(facts)
-    if named.get("model_type") not in _TABLES_OF_POSITIONS:
-        return None
-    found = named.get(_POSITIONS, None if family is None else family.defaults.get(_POSITIONS))
-    return found if isinstance(found, int) else None
-
-
-_ACTS = ("hidden_activation", "hidden_act", "activation_function", "activation")
-
-
-def parts_of(family: Family, facts: Mapping[str, Any]) -> LayerParts:
-    """How a layer of that family is computed."""
-    read = {**family.defaults, **facts}
-    named = next((str(read[key]) for key in _ACTS if read.get(key)), family.act)
-    return LayerParts(
-        norm="layer" if family.norm_terms > 1 else family.norm,
-        post_norms=family.post_norms,
-        parallel=bool(read.get(family.parallel) if isinstance(family.parallel, str) else family.parallel),
-        joined_gate=family.mlp == "fused",
-        conv1d=family.conv1d,
-        act=named,
-        own_rotation=family.own_rotation,
-        writes_attention=family.num_sinks > 0 or bool(read.get("attn_logit_softcapping")),
-    )
-
-
-def find_family(facts: Mapping[str, Any]) -> Family | None:
-    """The row of a config's model type, if it has one."""
-    found = FAMILIES.get(str(facts.get("model_type", "")))
-    return _falcon(found, facts) if found is not None and facts["model_type"] == "falcon" else found
-
-
-def _falcon(family: Family, facts: Mapping[str, Any]) -> Family:
-    """Its norms are those of its generation."""
-    if facts.get("new_decoder_architecture"):
-        return replace(family, block_norms=1 if facts.get("num_ln_in_parallel_attn") == 1 else 2)
-    return replace(family, block_norms=1 if facts.get("parallel_attn", True) else 2)
-
-
-def with_usual_names(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What GPT-2 calls n_embd, as hidden_size, and so on."""
-    named = dict(facts)
-    for usual, others in OTHER_NAMES.items():
-        found = [facts[name] for name in others if facts.get(name) is not None]
-        if found and facts.get(usual) is None:
-            named[usual] = found[0]
-    heads = named.get("num_attention_heads")
-    is_new = bool(facts.get("new_decoder_architecture"))
-    if facts.get("model_type") == "falcon":  # all heads share one key and value, and in newer ones a group does
-        named["num_key_value_heads"] = (facts.get("num_kv_heads") or heads) if is_new else 1
-    if facts.get("multi_query") is False and not is_new:
-        named["num_key_value_heads"] = heads
-    if isinstance(kinds := facts.get("layers_block_type"), list):  # all that transformers writes of Nemotron-H's
-        named.setdefault("num_hidden_layers", len(kinds))
-    if isinstance(widths := named.get("intermediate_size"), list):  # of each layer (Gemma 3n)
-        named["intermediate_size"] = max(widths, default=0)
-    return named
-
-
-def guess_family(facts: Mapping[str, Any]) -> Family:
-    """A type without a row: a Llama, with experts and latent attention where its config has the keys for them."""
-
-    def first(names: tuple[str, ...], otherwise: str) -> str:
-        found = (name for name in names if isinstance(facts.get(name), int) and facts[name] > 0)
-        return next(found, otherwise)
-
-    # Layers with states in place of attention (Mamba, RWKV) have no heads.
-    guess = replace(UNKNOWN, latent=all(facts.get(name) for name in _LATENT), defaults={"num_attention_heads": 1})
-    count = first(EXPERT_COUNTS, "")
-    if not count:
-        return guess
-    step = facts.get("decoder_sparse_step") or facts.get("mlp_only_layers")
-    keys = ExpertKeys(
-        count,
-        first(_EXPERT_SIZES, guess.ffn),
-        shared="size" if facts.get("shared_expert_intermediate_size") else "count",
-        dense="first" if facts.get("first_k_dense_replace") else "step" if step else "none",
-    )
-    active = {"num_experts_per_tok": facts.get(first(_ACTIVE, ""), 2)}
-    return replace(guess, experts=keys, defaults={**guess.defaults, **active})
-
-
-def is_usual(facts: Mapping[str, Any], hidden: int) -> bool:
-    """Whether a config has nothing that the counts leave out: projections around OPT's smallest layers and its norms
-    that are none, Phi's norms of queries and keys, GPT-2's second attention."""
-    more = any(facts.get(key) for key in ("qk_layernorm", "add_cross_attention", "_remove_final_layer_norm"))
-    less = any(facts.get(key) is False for key in ("do_layer_norm_before", "layer_norm_elementwise_affine"))
-    return not more and not less and facts.get("word_embed_proj_dim") in (None, hidden)

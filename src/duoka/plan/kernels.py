@@ -235,7 +235,7 @@ def _usual_parts(shape: ModelShape) -> Iterator[str]:
     """Of a model that nobody looked at: a norm with one number a unit is taken for an RMS norm."""
     if shape.num_final_norm_parameters == shape.hidden_size:
         yield "norm"
-    if not shape.num_positions:
+    if not shape.num_positions and not shape.parts.own_rotation:
         yield "rotation"
     if shape.gated:
         yield "MLP"

@@ -170,9 +170,10 @@ def _kept_by_latent_attention(shape: ModelShape, how: Means) -> float:
     return kept + how.size * (4 * keys + shape.q_size) + _WIDE * shape.num_heads
 
 
-# Tensors of an MLP without a gate: the product and its activation, of which one is enough; more where it is in steps.
-_PLAIN = {"relu": 1, "gelu_new": 5}
+# Tensors of an MLP without a gate: the product and its activation, of which one is enough.
+_PLAIN = {"relu": 1}
 _OWN_GATES = ("silu", "gelu", "gelu_pytorch_tanh")  # model/gates.py
+_OWN_ACTS = (*_OWN_GATES, "gelu_new", "gelu_fast")  # of those without a gate: model/fused.py
 _GATED = 4  # with a gate, as the model writes it: gate, its activation, the other product, both multiplied
 _CLAMPED = 7  # and cut off, as gpt-oss does
 
@@ -196,10 +197,9 @@ def kept_by_mlp(shape: ModelShape, how: Means) -> tuple[float, float]:
     parts, size = shape.parts, how.size
     is_read = how.keeps_input(linears_of(shape)[1][-1])
     if not shape.gated:
-        kept = size * _PLAIN.get(parts.act, 2)
-        if parts.act == "gelu_new" and how.on_gpu and how.is_half:  # autocast of CUDA takes powers in fp32
-            kept = 16
-        return 0.0, (kept - size * (not is_read and parts.act != "relu")) * shape.intermediate_size
+        kept = _PLAIN.get(parts.act, 2)
+        is_left = not is_read or (how.remakes and parts.act in _OWN_ACTS and not parts.conv1d)
+        return 0.0, size * (kept - (is_left and parts.act != "relu")) * shape.intermediate_size
     if how.compiled:  # gate, the other product, and both multiplied where it is read: the activation is computed again
         return 0.0, (2 + (is_read and not how.in_8_bits)) * size * shape.intermediate_size
     if parts.act not in _OWN_GATES:

@@ -277,14 +277,16 @@ def _gated_bytes(work: Work, layout: Layout, tokens: int) -> int:
 
 
 def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
-    """Gradients of one layer's activations while its backward pass runs: three f-wide and three h-wide tensors."""
+    """Gradients of a layer's activations while its backward pass runs: one to four f-wide and three h-wide tensors."""
     size, shape = 4 if layout.precision == "fp32" else 2, work.shape
     if work.program is not None:  # which shares them along the sequence too
         return 3 * size * tokens * (shape.intermediate_size + shape.hidden_size) // layout.tp
     # What an adapter behind the gate reads is let go before gate and up have theirs; one kernel makes all three.
     how = means_of(work, layout)
-    is_let_go = shape.gated and shape.experts is None and adapts_gated(shape, how) and not (how.remakes and how.kernels)
-    inside = 3 - is_let_go
+    is_let_go = shape.experts is None and adapts_gated(shape, how) and not (how.remakes and how.kernels)
+    inside = 3 - is_let_go if shape.gated else 1
+    if shape.parts.joined_gate:  # whose gradients lie in one tensor, beside what each is made of
+        inside = 4
     own = size * tokens * (inside * shape.intermediate_size // layout.tp + 3 * shape.hidden_size)
     return own + _stacked_bytes(work, layout)
 

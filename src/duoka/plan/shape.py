@@ -15,16 +15,8 @@ from typing import Any
 from duoka.config.derive import derive
 from duoka.config.schema import DataConfig, DataSource, LoraConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError
-from duoka.plan.families import (
-    EXPERT_COUNTS,
-    ExpertKeys,
-    Family,
-    find_family,
-    guess_family,
-    is_usual,
-    parts_of,
-    with_usual_names,
-)
+from duoka.plan.families import EXPERT_COUNTS, ExpertKeys, Family
+from duoka.plan.find_family import find_family, guess_family, is_usual, parts_of, with_usual_names
 from duoka.plan.sizes import Experts, Linear, ModelShape
 
 __all__ = [

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from duoka.data.tokens.rows import refuse_texts_without_row
 from duoka.errors import ConfigError, DataError, typed
-from duoka.plan.families import longest_text
+from duoka.plan.find_family import longest_text
 from duoka.runs.disk_room import reserve_disk
 from duoka.serve.load_run import Trained, agree_on_checkpoint, choose_dtype, load_chat_tokenizer, load_trained
 

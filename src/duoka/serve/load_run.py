@@ -21,7 +21,7 @@ from duoka.hub.base import other_base, read_base, read_identity, refuse_other_ba
 from duoka.hub.models import find_model, has_tokenizer, model_folder, resolve_tokenizer
 from duoka.hub.models import gives_scores as folder_gives_scores
 from duoka.hub.other_folders import refuse_no_model
-from duoka.plan.families import longest_text
+from duoka.plan.find_family import longest_text
 from duoka.runs.find import last_of_stages
 from duoka.runs.folder import RunFolder, read_json
 from duoka.runs.manifest import step_of

@@ -12,7 +12,7 @@ from duoka.config.schema import DataConfig
 from duoka.data.tokens.token_store import TokenPart
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.errors import DataError
-from duoka.plan.families import longest_text
+from duoka.plan.find_family import longest_text
 from duoka.runs.folder import read_json
 
 _AT_ONCE = 1 << 24  # tokens
