@@ -13,8 +13,12 @@ import torch.distributed as dist
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -40,7 +44,8 @@ from fakegpu.mode import FakeGpu
 GPU = torch.device("cuda", 0)
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM), "phi3": (Phi3Config, Phi3ForCausalLM),
+    "gpt2": (functools.partial(GPT2Config, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0), GPT2LMHeadModel),
 }  # fmt: skip
 SIZES = {
     "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -55,6 +60,7 @@ def model_folder(family, num_layers, vocab):
     config, kind = FAMILIES[family]
     folder = Path(f"{family}-{num_layers}-{vocab}").resolve()
     settings = {**SIZES, "num_hidden_layers": num_layers, "vocab_size": vocab, "tie_word_embeddings": False}
+    settings["pad_token_id"] = 0  # Phi-3's is beyond so small a vocabulary
     kind(config(**settings)).save_pretrained(folder)
     return folder
 

@@ -42,7 +42,6 @@ def test_the_gallery_has_a_row_for_every_example() -> None:
     assert sorted(rows) == [path.stem for path in EXAMPLES]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(("language", "name"), [("en", "gallery.md"), ("zh", "gallery.zh-CN.md")])
 def test_the_gallery_is_what_its_script_writes(language: str, name: str) -> None:
     done = subprocess.run(

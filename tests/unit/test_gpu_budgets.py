@@ -19,6 +19,8 @@ PER_LAYER = {
     "full, shared prefixes": ({"alike": True}, 88),
     "gemma3": ({"family": "gemma3"}, 118),
     "gemma3, lora": ({"family": "gemma3", "lora": LORA}, 195),
+    "phi3": ({"family": "phi3"}, 70),
+    "gpt2": ({"family": "gpt2"}, 62),
 }
 # With kernels of Liger's form in the places of theirs: the same steps launch fewer.
 KERNELS = ["norm", "rotation", "MLP", "loss"]
