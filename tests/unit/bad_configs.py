@@ -107,6 +107,11 @@ UNKNOWN_KEYS = [
         (4, "unknown key data.train[0].nme; did you mean name?", "name: identity"),
         (4, "unknown key data.train[0].path; duoka calls it data.train.name", "write:   name: a.jsonl"),
         (4, "data.train[0].format; duoka sees a record's format by its fields", "delete it"),
+    ),
+    bad(
+        "one of two data sets",
+        "model: demo\ndata:\n  train:\n  - {weight: 2}\n  - {file: a.jsonl}\n",
+        (5, "unknown key data.train[1].file; duoka calls it data.train.name", "write:   name: a.jsonl"),
         (4, "data.train[0].name is missing", "name: identity"),
     ),
     bad(

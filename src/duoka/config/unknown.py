@@ -24,7 +24,7 @@ _SHORT = 4  # letters; shorter foreign names are like too many words to be guess
 @dataclass
 class _Found:
     faults: list[Fault]
-    meant: set[str]  # dotted names of keys that misspelled words stand for
+    meant: set[KeyPath]  # keys that misspelled words stand for
 
 
 def take_known_keys(tree: Tree, faults: list[Fault], broken: set[KeyPath]) -> Tree:
@@ -34,37 +34,43 @@ def take_known_keys(tree: Tree, faults: list[Fault], broken: set[KeyPath]) -> Tr
     """
     found = _Found(faults, set())
     kept = _known_part(tree, RunConfig, "", "", found)
-    for key in known_keys().values():
-        is_needed = key.is_required or key.name == "model.name"  # which model.depth may stand for
-        if is_needed and any(f"{name}.".startswith(f"{key.name}.") for name in found.meant):
-            path = tuple(key.name.split("."))
-            if kept.at(path) is None:
-                broken.add(path)
+    for path in (meant[:depth] for meant in found.meant for depth in range(1, len(meant) + 1)):
+        key = known_keys().get(".".join(part for part in path if isinstance(part, str)))
+        is_needed = key is not None and (key.is_required or key.name == "model.name")  # for which model.depth may stand
+        if is_needed and kept.at(path) is None:
+            broken.add(path)
     return kept
 
 
-def _known_part(tree: Tree, section: type[Section], name: str, shown: str, found: _Found) -> Tree:
-    """`name` is the block's dotted name in the schema, `shown` the one that the user wrote."""
+def _known_part(
+    tree: Tree, section: type[Section], name: str, shown: str, found: _Found, where: KeyPath = ()
+) -> Tree:
+    """`name` is the block's dotted name in the schema, `shown` the one that the user wrote, `where` its place."""
     kept: dict[str, Tree] = {}
     for word, value in tree.value.items():
         key = known_keys().get(f"{name}{word}") if word in section.model_fields else None
         if key is None:
             found.faults.append(_unknown(word, value, name, shown))
-            found.meant |= _meant(word, value, name)
+            found.meant |= {_path(meant, name, where) for meant in _meant(word, value, name)}
             _check_renamed_block(word, value, name, shown, found)
             continue
         kept[word] = value
         if key.section is not None and isinstance(value.value, dict):
-            kept[word] = _known_part(value, key.section, f"{key.name}.", f"{shown}{word}.", found)
+            kept[word] = _known_part(value, key.section, f"{key.name}.", f"{shown}{word}.", found, (*where, word))
         elif key.items is not None and isinstance(value.value, list):
             items = [
-                _known_part(item, key.items, f"{key.name}.", f"{shown}{word}[{index}].", found)
+                _known_part(item, key.items, f"{key.name}.", f"{shown}{word}[{index}].", found, (*where, word, index))
                 if isinstance(item.value, dict)
                 else item
                 for index, item in enumerate(value.value)
             ]
             kept[word] = replace(value, value=items)
     return replace(tree, value=kept)
+
+
+def _path(key: str, name: str, where: KeyPath) -> KeyPath:
+    """Of a key that a word in the block `name` stands for: of that block, or of another."""
+    return (*where, *key.removeprefix(name).split(".")) if key.startswith(name) else tuple(key.split("."))
 
 
 def _meant(word: str, value: Tree, name: str) -> set[str]:
@@ -85,7 +91,7 @@ def _check_renamed_block(word: str, value: Tree, name: str, shown: str, found: _
     section = _section_meant(word)
     key = known_keys().get(section) if section else None
     if key is not None and key.section is not None:
-        _known_part(value, key.section, f"{key.name}.", f"{shown}{word}.", found)
+        _known_part(value, key.section, f"{key.name}.", f"{shown}{word}.", found, tuple(key.name.split(".")))
 
 
 def _foreign(name: str, low: str) -> Foreign | None:
