@@ -111,8 +111,8 @@ UNKNOWN_KEYS = [
     bad(
         "one of two data sets",
         "model: demo\ndata:\n  train:\n  - {weight: 2}\n  - {file: a.jsonl}\n",
-        (5, "unknown key data.train[1].file; duoka calls it data.train.name", "write:   name: a.jsonl"),
         (4, "data.train[0].name is missing", "name: identity"),
+        (5, "unknown key data.train[1].file; duoka calls it data.train.name", "write:   name: a.jsonl"),
     ),
     bad(
         "flat foreign keys",

@@ -42,9 +42,7 @@ def take_known_keys(tree: Tree, faults: list[Fault], broken: set[KeyPath]) -> Tr
     return kept
 
 
-def _known_part(
-    tree: Tree, section: type[Section], name: str, shown: str, found: _Found, where: KeyPath = ()
-) -> Tree:
+def _known_part(tree: Tree, section: type[Section], name: str, shown: str, found: _Found, where: KeyPath = ()) -> Tree:
     """`name` is the block's dotted name in the schema, `shown` the one that the user wrote, `where` its place."""
     kept: dict[str, Tree] = {}
     for word, value in tree.value.items():
