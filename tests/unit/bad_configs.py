@@ -103,16 +103,11 @@ UNKNOWN_KEYS = [
     bad("nothing near", HEAD + "log: {zzz: 1}\n", (3, "unknown key log.zzz", "known in log: every, samples, to")),
     bad(
         "in a data set",
-        "model: demo\ndata:\n  train:\n  - {nme: identity, path: a.jsonl, format: text}\n",
+        "model: demo\ndata:\n  train:\n  - {nme: identity, path: a.jsonl, format: text}\n  - {weight: 2}\n",
         (4, "unknown key data.train[0].nme; did you mean name?", "name: identity"),
         (4, "unknown key data.train[0].path; duoka calls it data.train.name", "write:   name: a.jsonl"),
         (4, "data.train[0].format; duoka sees a record's format by its fields", "delete it"),
-    ),
-    bad(
-        "one of two data sets",
-        "model: demo\ndata:\n  train:\n  - {weight: 2}\n  - {file: a.jsonl}\n",
-        (4, "data.train[0].name is missing", "name: identity"),
-        (5, "unknown key data.train[1].file; duoka calls it data.train.name", "write:   name: a.jsonl"),
+        (5, "data.train[1].name is missing", "name: identity"),
     ),
     bad(
         "flat foreign keys",

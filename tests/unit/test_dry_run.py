@@ -141,7 +141,7 @@ EVERY_DAY = [
     ("full", "single", "none", 1), ("full", "zero1x8", "full", 1), ("full", "fsdp8", "none", 2),
     ("full", "fsdp64", "full", 1), ("lora of queries", "fsdp8", "none", 1), ("bf16 weights", "fsdp8", "full", 1),
     ("full", "single.tp2", "none", 2), ("full", "single.pp2", "none", 4), ("lora", "fsdp8", "none", 2),
-    ("lora", "fsdp8", "full", 1),
+    ("lora", "fsdp8", "full", 1), ("lora", "single.tp2", "none", 2),
 ]  # fmt: skip
 NIGHTLY = [
     *[("full", name, recompute, micro) for name in STRATEGIES for recompute in ("none", "full") for micro in (1, 2)],
@@ -293,3 +293,24 @@ def test_the_layout_of_bloom_is_run_whole():
     found = dry_run(PLAIN, facts, layout, [2048, 2048], 32)
     weights = 176e9 * 4 / 48  # fp32 masters of a rank's share; the ends have the words beside fewer layers
     assert weights < found.peak_bytes < 4 * weights, found
+
+
+# Ranks of a tensor axis put products together again, all of an MLP's or of attention's, and hold them whole.
+JOINED = {
+    "phi3": {"pad_token_id": 0, "sliding_window": None}, "glm4": {"pad_token_id": 0, "head_dim": 64},
+    "olmo2": {"num_key_value_heads": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["full", "lora"])
+@pytest.mark.parametrize("family", JOINED)
+def test_what_ranks_put_together_again_is_held_and_sent_as_planned(family, way):
+    config, asked = WAYS[way]
+    layout, tokens = replace(parse_layout("single.tp4"), packing=False, precision="bf16", recompute="none"), 2048
+    facts = WIDE | {"model_type": family} | JOINED[family]
+    work = Work(shape_from_config(facts), device="cpu", has_kernels=False, **({"lora": None} | asked))
+    memory = estimate_memory(work, layout, tokens, later=0, accumulation=1)
+    found = dry_run(config, facts, layout, [tokens], 1)
+    assert memory.peak_bytes - memory.parts["framework"] == pytest.approx(found.peak_bytes, rel=0.1)
+    planned = sum(one.sent_bytes for one in traffic(work, layout, 8, tokens=tokens) if one.kind == "all-gather")
+    assert found.traffic["all-gather"].sent_bytes == pytest.approx(planned, rel=0.01)

@@ -55,12 +55,12 @@ class Down(torch.nn.Linear):
         self.takes_parts = takes_parts
 
     def forward(self, x):
-        return self.sum_over_ranks(F.linear(x, self.weight))
+        return self.given(F.linear(x, self.weight))
 
     def own_weight(self):
         return self.weight
 
-    def sum_over_ranks(self, out):
+    def given(self, out):
         return 2 * out
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from duoka.model.dropout import CountedDropout, drop_units, keep_scale, level_of
-from duoka.model.head import plain_adapter
+from duoka.model.head import here, plain_adapter
 from duoka.model.quantize import Packed, dtype_of, is_packed, weight_in
 from duoka.model.remade import Remade, remade
 from duoka.torch_private import in_shape_of
@@ -137,23 +137,55 @@ def call_of(module: Any, x: torch.Tensor) -> Call | None:
         return None
     base, is_narrowed = module.base_layer, torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if is_narrowed else dtype_of(base)
-    bias = None if base.bias is None else base.bias.to(dtype)
-    down, up = (one[name].weight.to(dtype) for one in (module.lora_A, module.lora_B))
-    call = Call(weight_in(base, dtype), bias, down, up, module.scaling[name])
+    adds_bias = base.bias is not None and not getattr(base, "takes_parts", False)  # else to what ranks sum up
+    bias = here(base.bias).to(dtype) if adds_bias else None
+    down, up = (here(one[name].weight).to(dtype) for one in (module.lora_A, module.lora_B))
+    weight = weight_in(base, dtype) if is_packed(base) else here(base.weight).to(dtype)
+    call = Call(weight, bias, down, up, module.scaling[name])
     return call if keys is None else call._replace(keys=keys.reshape(-1), place=drop.place, level=level_of(drop.p))
 
 
 def forward_adapted(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     call = None if args or kwargs else call_of(self, x)
+    if call is None and _is_shared(self.base_layer) and not (self.disable_adapters or self.merged):
+        return _forward_steps(self, x)
     if call is None:
         return super(type(self), self).forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]
     answer: torch.Tensor = AdaptedProduct.apply(x.to(call.down.dtype), *call, remade(x))
-    return answer
+    return given(self, answer)
+
+
+def given(module: Any, out: torch.Tensor) -> torch.Tensor:
+    """What a layer with an adapter gives; of one that ranks share (parallel/tensor.py), out of this rank's."""
+    base = module.base_layer
+    whole: torch.Tensor = base.given(out) if hasattr(base, "given") else out
+    return whole
+
+
+def is_fused(module: Any) -> bool:
+    return getattr(type(module), "forward", None) is forward_adapted
 
 
 def is_frozen_with_adapter(module: Any) -> bool:
     name = plain_adapter(module)
-    if name is None or not (type(module.base_layer) is torch.nn.Linear or is_packed(module.base_layer)):
+    if name is None:
         return False
-    frozen = not any(p.requires_grad for p in module.base_layer.parameters())
+    base = module.base_layer
+    if not (type(base) is torch.nn.Linear or is_packed(base) or _is_shared(base)):
+        return False
+    frozen = not any(p.requires_grad for p in base.parameters())
     return frozen and isinstance(module.lora_dropout[name], (_NO_DROPOUT, CountedDropout))
+
+
+def _is_shared(base: Any) -> bool:
+    """Whether ranks have parts of a layer's weight, and each computes its adapter's part with it."""
+    return bool(getattr(base, "adapts_parts", False))
+
+
+def _forward_steps(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Of a layer that ranks share, what PEFT's forward would compute whole."""
+    name, base = module.active_adapters[0], module.base_layer
+    low = F.linear(module.lora_dropout[name](x), here(module.lora_A[name].weight))
+    bias = None if getattr(base, "takes_parts", False) else here(base.bias)
+    out = F.linear(x, here(base.weight), bias)
+    return given(module, out + module.scaling[name] * F.linear(low, here(module.lora_B[name].weight)))

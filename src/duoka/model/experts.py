@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
 from duoka.model.dtypes import computed_in
+from duoka.model.head import here
 from duoka.plan.hardware import has_cpu_bf16
 from duoka.torch_private import FakeTensor
 
@@ -103,8 +103,8 @@ def compute_experts(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> to
     """Rows that lie expert after expert, `counts` of each, through the experts that this rank has: (rows, dim)."""
     kind, dtype = rows.device.type, computed_in(rows)
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    weights = {name: _here(getattr(module, name)) for name in (first, "down_proj")}
-    biases = {name: _here(getattr(module, f"{name}_bias")) if module.has_bias else None for name in weights}
+    weights = {name: here(getattr(module, name)) for name in (first, "down_proj")}
+    biases = {name: here(getattr(module, f"{name}_bias")) if module.has_bias else None for name in weights}
     # The kernel of all experts at once takes bf16, lines of 16 bytes, and some rows.
     fits = all(weight.shape[1] % 8 == weight.shape[2] % 8 == 0 for weight in weights.values())
     groups = kind == "cuda" and dtype == torch.bfloat16 and fits and len(rows) > 0
@@ -144,11 +144,6 @@ def sizes_of(counts: torch.Tensor, total: int) -> list[int]:
         return found
     each, more = divmod(total, len(counts))
     return [each + (place < more) for place in range(len(counts))]
-
-
-def _here(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's experts, through which gradients flow."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _multiply_each(

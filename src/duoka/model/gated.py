@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from duoka.model.adapted import Call, call_of, forward_adapted, multiply, rebuilt
+from duoka.model.adapted import Call, call_of, given, is_fused, multiply, rebuilt
 from duoka.model.fp8 import (
     E4M3,
     E5M2,
@@ -125,10 +125,10 @@ def forward_joined(self: Any, x: torch.Tensor, act: Act = SILU) -> torch.Tensor:
 def _multiply_down(down: Any, gate: torch.Tensor, up: torch.Tensor | None, act: Act) -> torch.Tensor:
     is_cut = getattr(down, "takes_parts", False)  # of what ranks share: parallel/tensor.py
     is_watched = any(getattr(down, hooks, None) for hooks in ("_forward_hooks", "_forward_pre_hooks"))
-    if getattr(type(down), "forward", None) is forward_adapted and not is_watched:
+    if is_fused(down) and not is_watched:
         call = call_of(down, gate)
         if call is not None and call.down.dtype == gate.dtype:
-            return GatedAdapted.apply(gate, up, act, *call)  # type: ignore[no-any-return]
+            return given(down, GatedAdapted.apply(gate, up, act, *call))  # type: ignore[no-untyped-call]
     is_plain = type(down) in (torch.nn.Linear, SplitLinear, Fp8Linear) and down.bias is None
     if not (is_plain or is_cut) or is_watched:
         return down(times_kept(act, gate, up))  # type: ignore[no-any-return]
@@ -140,4 +140,4 @@ def _multiply_down(down: Any, gate: torch.Tensor, up: torch.Tensor | None, act: 
     waiting = waiting_of(down, gate, weight)
     left = None if waiting is None else (waiting, weight)
     answer: torch.Tensor = GatedDown.apply(gate, up, weight.detach() if left else weight, left, act)
-    return down.sum_over_ranks(answer) if is_cut else answer
+    return down.given(answer) if is_cut else answer

@@ -68,7 +68,7 @@ def apply_head(
     """Head and loss in one: (summed loss, correct target tokens); the second is counted in eval mode only."""
     base, low = _read_head(head, hidden)
     return sum_cross_entropy(
-        hidden, _here(base.weight), labels, bias=_here(base.bias), low=low, bend=bend,
+        hidden, here(base.weight), labels, bias=here(base.bias), low=low, bend=bend,
         goal=goal if head.training else LIKELIHOOD, count=not head.training, places=places,
         vocabulary=getattr(base, VOCABULARY, WHOLE),
     )  # fmt: skip
@@ -80,7 +80,7 @@ def apply_head_to_logps(
     """Head and log-probabilities of its target tokens in one."""
     base, low = _read_head(head, hidden)
     return token_logps(
-        hidden, _here(base.weight), labels, bias=_here(base.bias), low=low, bend=bend, more=more, places=places,
+        hidden, here(base.weight), labels, bias=here(base.bias), low=low, bend=bend, more=more, places=places,
         vocabulary=getattr(base, VOCABULARY, WHOLE),
     )  # fmt: skip
 
@@ -91,11 +91,11 @@ def _read_head(head: Any, hidden: torch.Tensor) -> tuple[Any, LowRank | None]:
         return head, None
     name = plain_adapter(head)
     rows = F.linear(head.lora_dropout[name](hidden), head.lora_A[name].weight) * head.scaling[name]
-    return head.base_layer, LowRank(rows, _here(head.lora_B[name].weight))
+    return head.base_layer, LowRank(rows, here(head.lora_B[name].weight))
 
 
-def _here(parameter: Any) -> Any:
-    """The rows of this rank's words, where a head is shared out."""
+def here(parameter: Any) -> Any:
+    """This rank's part of it, through which gradients flow."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

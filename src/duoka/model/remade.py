@@ -53,3 +53,11 @@ def remade(tensor: torch.Tensor) -> Remade | None:
     """How it is made again; None: it has to be kept."""
     found: Remade | None = getattr(tensor, _ATTRIBUTE, None)
     return None if found is None or found.version != tensor._version else found
+
+
+def as_before(tensor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """The same numbers in another place of the graph: they are made again in the same way."""
+    found = remade(before)
+    if found is not None:
+        setattr(tensor, _ATTRIBUTE, found._replace(version=tensor._version))
+    return tensor

@@ -5,7 +5,8 @@ final folder know what of it a rank has, and gives its module a forward that wor
 what has to be (tensor_exchange.py). On the meta device it costs nothing, and weights are read by boxes later. Plain
 vectors (norms) stay whole on all ranks, which compute them from the same activations.
 
-Some are whole and see a part of the activations only: norms of single heads, the A of adapters before cut columns.
+Some are whole and see a part of the activations only: norms of single heads, the A of adapters before cut columns,
+their B behind cut rows.
 Their gradients are parts too; `sum_parts` adds them up once a step. Never per backward pass: what earlier micro-batches
 left there would be added again.
 """
@@ -23,8 +24,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from duoka.comm.collectives import all_reduce
 from duoka.comm.world import World
 from duoka.errors import ConfigError
+from duoka.model.adapted import is_fused
 from duoka.model.build import LossModel, find_core
 from duoka.model.dropout import CountedDropout
+from duoka.model.head import here
 from duoka.model.split_products import product
 from duoka.model.vocabulary import VOCABULARY, SharedVocabulary
 from duoka.optim.host import local_part
@@ -93,11 +96,6 @@ class _Cutter:
         module._parameters[name] = self._made[id(whole)][1]
 
 
-def _here(parameter: Any) -> Any:
-    """This rank's part, through which gradients flow."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 # --- modules ---
 
 
@@ -105,32 +103,39 @@ class Columns(torch.nn.Linear):
     """This rank's outputs."""
 
     world: World
+    adapts_parts = True  # an adapter is computed with the product (model/adapted.py)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return product(self, x, _here(self.weight), _here(self.bias))
+        return product(self, x, here(self.weight), here(self.bias))
+
+    def given(self, out: torch.Tensor) -> torch.Tensor:
+        return out
 
 
 class JoinedColumns(Columns):
     """All outputs, of which each rank has computed its own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return joined(super().forward(x), self.world, self.out_features)
+        return self.given(super().forward(x))
+
+    def given(self, out: torch.Tensor) -> torch.Tensor:
+        return joined(out, self.world, self.out_features)
 
 
 class Rows(torch.nn.Linear):
     """The sum of what ranks make of their inputs; the bias is added once, to the sum."""
 
     world: World
-    takes_parts = True  # of the input: a gate in front is computed with the product (model/gated.py)
+    takes_parts = adapts_parts = True  # of the input: a gate in front is computed with the product (model/gated.py)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.sum_over_ranks(product(self, x, self.own_weight(), None))
+        return self.given(product(self, x, self.own_weight(), None))
 
     def own_weight(self) -> torch.Tensor:
-        weight: torch.Tensor = _here(self.weight)
+        weight: torch.Tensor = here(self.weight)
         return weight
 
-    def sum_over_ranks(self, out: torch.Tensor) -> torch.Tensor:
+    def given(self, out: torch.Tensor) -> torch.Tensor:
         out = total(out, self.world)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
@@ -138,7 +143,7 @@ class Rows(torch.nn.Linear):
 class OwnRows(Rows):
     """The same of whole inputs."""
 
-    takes_parts = False
+    takes_parts = adapts_parts = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(own_part(x, self.world))
@@ -150,7 +155,7 @@ class Words(torch.nn.Embedding):
     world: World
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight = _here(self.weight)
+        weight = here(self.weight)
         first, size = bounds(self.num_embeddings, self.world)
         place = input - first
         elsewhere = (place < 0) | (place >= size)
@@ -265,6 +270,8 @@ def parts_of_gradients(model: torch.nn.Module) -> Iterator[str]:
     for prefix, module in model.named_modules():
         if getattr(module, _IS_PART, False):
             yield from (f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False))
+        if is_fused(module) and isinstance(linear_of(module), Rows):  # whose B reads this rank's part of x A
+            yield from (f"{prefix}.lora_B.{name}" for name, _ in module.lora_B.named_parameters())
 
 
 def sum_parts(parameters: Iterable[torch.nn.Parameter], world: World) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from duoka.comm.collectives import all_gather, all_reduce
 from duoka.comm.world import World
+from duoka.model.remade import as_before
 
 
 def bounds(size: int, world: World) -> tuple[int, int]:
@@ -84,7 +85,7 @@ def _join(x: torch.Tensor, world: World, size: int, dim: int) -> torch.Tensor:
 def spread(x: torch.Tensor, world: World) -> torch.Tensor:
     """The same values, into a region where each rank's gradient of them is a part of the whole."""
     answer: torch.Tensor = _Spread.apply(x, world)
-    return answer
+    return as_before(answer, x)
 
 
 def total(x: torch.Tensor, world: World) -> torch.Tensor:

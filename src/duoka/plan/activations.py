@@ -124,7 +124,7 @@ def means_of(work: Work, layout: Layout, number: int | None = None) -> Means:
 
 
 def _has_fused_adapters(work: Work, layout: Layout) -> bool:
-    is_left = layout.compile or layout.recompute == "selective" or layout.precision == "fp8" or layout.tp > 1
+    is_left = layout.compile or layout.recompute == "selective" or layout.precision == "fp8"
     return work.lora is not None and not is_left and work.shape.packed_by in ("", "bitsandbytes")
 
 
@@ -153,6 +153,11 @@ def _kept_by_duoka(work: Work, layout: Layout, length: int, how: Means) -> tuple
     # Two numbers a row for the norms.
     whole: float = norms * shape.hidden_size + 8 + apart
     cut = attention + shared
+    if layout.tp > 1 and work.deepspeed is None:  # what is put together again; a rank's part of it goes on
+        if shape.parts.joins_heads:
+            whole, cut = whole + attention, cut - attention + how.size * shape.q_size
+        if shape.parts.joined_gate:
+            whole, cut = whole + shared, cut - shared + how.size * shape.intermediate_size
     formula = f"{norms:g}h of norms, {attention / shape.hidden_size:.3g}h of attention"
     formula += f" ({'packed' if layout.packing else 'exchanged'})" if how.joins else ""
     formula += f", {(apart + shared) / shape.intermediate_size:.3g}f of {'experts' if shape.experts else 'the MLP'}"
@@ -171,6 +176,11 @@ def _kept_by_duoka(work: Work, layout: Layout, length: int, how: Means) -> tuple
         whole += rank * len(adapted_linears(shape, work.lora))
         formula += f" + {rank} per adapter"
     return whole, cut, f"per token and layer {formula}"
+
+
+def ranks_of_mlp(work: Work, layout: Layout) -> int:
+    """How many share what lies inside of an MLP."""
+    return 1 if work.shape.parts.joined_gate and work.deepspeed is None else layout.tp
 
 
 def learns_head(work: Work) -> bool:

@@ -51,6 +51,7 @@ class Family:
     mlp_names: tuple[str, str] = ("up_proj", "down_proj")  # of a plain one
     fused_qkv: bool = False
     conv1d: bool = False  # in place of linear layers
+    joins_heads: bool = False  # on a tensor axis, as all do whose norms of queries and keys are over a projection
     attention_names: tuple[str, str] = ("self_attn.qkv_proj", "self_attn.o_proj")  # of a fused one; else the second
     ffn: str = "intermediate_size"  # where config.json keeps the feed-forward width
     ffn_times: int = 0  # how many times the hidden size it is where nothing says so
@@ -130,7 +131,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": _OLMO2,
     "olmo3": replace(_OLMO2, windows=4, defaults={"sliding_window": 4096}),
-    "phi3": Family(mlp="fused", fused_qkv=True, windows="all"),
+    "phi3": Family(mlp="fused", fused_qkv=True, joins_heads=True, windows="all"),
     "phi": Family(
         qkv_bias=True, out_bias=True, mlp_bias=True, head_bias=True, norm_terms=2, block_norms=1, mlp="plain",
         mlp_names=("fc1", "fc2"), attention_names=("", "self_attn.dense"), act="gelu_new",

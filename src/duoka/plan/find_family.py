@@ -44,6 +44,7 @@ def parts_of(family: Family, facts: Mapping[str, Any]) -> LayerParts:
         post_norms=family.post_norms,
         parallel=bool(read.get(family.parallel) if isinstance(family.parallel, str) else family.parallel),
         joined_gate=family.mlp == "fused",
+        joins_heads=family.joins_heads or (family.qk_norm == "full"),
         conv1d=family.conv1d,
         act=named,
         own_rotation=family.own_rotation,

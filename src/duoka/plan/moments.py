@@ -14,6 +14,7 @@ from duoka.plan.activations import (
     learns_head,
     loss_bytes,
     means_of,
+    ranks_of_mlp,
     selective_bytes,
     tail_bytes,
 )
@@ -273,7 +274,7 @@ def _merged_experts(work: Work, layout: Layout, share: ModelShare) -> int:
 def _gated_bytes(work: Work, layout: Layout, tokens: int) -> int:
     """What an MLP holds while it computes and nothing of it is kept: gate, its activation, the other product."""
     size = 4 if layout.precision == "fp32" else 2
-    return (2 + work.shape.gated) * size * tokens * work.shape.intermediate_size // layout.tp
+    return (2 + work.shape.gated) * size * tokens * work.shape.intermediate_size // ranks_of_mlp(work, layout)
 
 
 def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
@@ -287,7 +288,7 @@ def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
     inside = 3 - is_let_go if shape.gated else 1
     if shape.parts.joined_gate:  # whose gradients lie in one tensor, beside what each is made of
         inside = 4
-    own = size * tokens * (inside * shape.intermediate_size // layout.tp + 3 * shape.hidden_size)
+    own = size * tokens * (inside * shape.intermediate_size // ranks_of_mlp(work, layout) + 3 * shape.hidden_size)
     return own + _stacked_bytes(work, layout)
 
 

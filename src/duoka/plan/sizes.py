@@ -66,7 +66,8 @@ class LayerParts:
     norm: Literal["rms", "wide", "shifted", "layer"] = "rms"
     post_norms: int = 0  # of the block's norms, those behind attention and MLP
     parallel: bool = False  # attention and MLP read the same
-    joined_gate: bool = False
+    joined_gate: bool = False  # one product gives gate and up
+    joins_heads: bool = False  # products of queries, keys and values are put together again on a tensor axis
     conv1d: bool = False  # products are transformers' Conv1D, and adapters beside them PEFT's own code
     act: str = "silu"
     own_rotation: bool = False  # of queries and keys, by code that no kernel takes the place of (gpt-oss)

@@ -137,6 +137,10 @@ def traffic(
             mixed = work.shape.experts.num_layers / work.shape.num_layers
         times = (passes - 2 * mixed) * share.num_layers * accumulation
         found.append(Exchange("tensor parallel: activations", "all-reduce", hidden, times, group, "between"))
+        width = _joined_width(work, layout, share, size)
+        if width:
+            payload, count = size * width * -(-tokens // layout.sp), share.num_layers * accumulation
+            found.append(Exchange("tensor parallel: joined products", "all-gather", payload, count, group, "between"))
         if work.program is None:  # what the embedding gives, and the gradient of what the head reads
             ends = 4 * work.shape.hidden_size * -(-tokens // layout.sp) * (share.has_head + 1)
             found.append(Exchange("tensor parallel: ends", "all-reduce", ends, accumulation, group, "end"))
@@ -154,6 +158,16 @@ def traffic(
         sent = hidden if work.program is None else hidden / layout.tp
         found.append(Exchange("pipeline: between stages", "send", sent, sends, group, "end"))
     return tuple(found)
+
+
+def _joined_width(work: Work, layout: Layout, share: ModelShare, size: int) -> float:
+    """Numbers of a token and layer that ranks put together: products, and gradients of what a product reads a part of.
+    An adapter beside it asks for the latter too, in fp32."""
+    shape, parts = work.shape, work.shape.parts
+    given = parts.joins_heads * (shape.q_size + 2 * shape.kv_size) + 2 * parts.joined_gate * shape.intermediate_size
+    read = parts.joins_heads * shape.q_size + parts.joined_gate * shape.intermediate_size
+    beside = 4 / size if work.lora is not None else 0.0
+    return given * (1 + _exchanged_again(layout, share)) + read * (1 + beside)
 
 
 def _exchanged_again(layout: Layout, share: ModelShare) -> float:
