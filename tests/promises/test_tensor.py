@@ -1,6 +1,7 @@
 """Tensor parallelism against one process: loss, norm, every gradient and the weights after two steps."""
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -62,9 +63,15 @@ def look(folder, layouts, names, adaptive):
     """Every family under SGD, whose steps show each gradient as it is; those of `adaptive` under AdamW too."""
     from duoka.comm.world import end_world, start_world
     from duoka.config.schema import LoraConfig, ParallelConfig
+    from duoka.model import adapted, gated
     from duoka.plan.layout import parse_layout
 
     world = start_world(ParallelConfig(strategy="fsdp"))
+
+    def without_call(*_):
+        asked.append(1)
+
+    asked = []
 
     def check(name, layout, optimizer, num_micro, lora=None):
         engine = build(folder / name, layout, world, lora=lora and LoraConfig(**LORA))
@@ -87,6 +94,14 @@ def look(folder, layouts, names, adaptive):
             check(names[0], replace(layout, recompute=recompute), "sgd", 3)
         for name in {"llama", "phi3"} & set(names):
             check(name, layout, "sgd", 3, lora=True)
+            if text == layouts[0]:  # adapters by PEFT's own code, and in steps
+                check(name, replace(layout, recompute="selective"), "sgd", 3, lora=True)
+                with (
+                    mock.patch.multiple(adapted, call_of=without_call),
+                    mock.patch.multiple(gated, call_of=without_call),
+                ):
+                    check(name, layout, "sgd", 3, lora=True)
+    assert asked or not {"llama", "phi3"} & set(names), "nobody asked how an adapter is computed"
     if world.size == 2:
         check_shared_words(world)
         check_counted_dropout(folder / "llama", world)

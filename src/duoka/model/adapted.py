@@ -146,8 +146,9 @@ def call_of(module: Any, x: torch.Tensor) -> Call | None:
 
 
 def forward_adapted(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    call = None if args or kwargs else call_of(self, x)
-    if call is None and _is_shared(self.base_layer) and not (self.disable_adapters or self.merged):
+    is_plain = not (args or kwargs)
+    call = call_of(self, x) if is_plain else None
+    if call is None and is_plain and _is_shared(self.base_layer) and not (self.disable_adapters or self.merged):
         return _forward_steps(self, x)
     if call is None:
         return super(type(self), self).forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]
@@ -183,7 +184,8 @@ def _is_shared(base: Any) -> bool:
 
 
 def _forward_steps(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Of a layer that ranks share, what PEFT's forward would compute whole."""
+    """Of a layer that ranks share, where `call_of` has none: PEFT's forward would sum x A over ranks, and then the
+    gradient of B be whole on each."""
     name, base = module.active_adapters[0], module.base_layer
     low = F.linear(module.lora_dropout[name](x), here(module.lora_A[name].weight))
     bias = None if getattr(base, "takes_parts", False) else here(base.bias)
