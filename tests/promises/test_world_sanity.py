@@ -11,6 +11,7 @@ import torch
 from tiny import write_conversations, write_tiny_model
 from worlds import free_port, run_world
 
+import duoka.train.run as train_run
 from duoka.comm.checksum import checksum
 from duoka.comm.world import check_same_everywhere, end_world, start_world
 from duoka.config.load import load_config
@@ -135,6 +136,46 @@ def test_a_replica_that_drifts_is_found_and_its_tensor_named(tmp_path, tiny_mode
     yaml = tmp_path / "run.yaml"
     yaml.write_text(f"model: {tiny_model}\ndata: {{train: [{data}]}}\n", encoding="utf-8")
     run_world(2, flip_one_weight, str(yaml), tmp_path / "out")
+
+
+def start_with_a_flipped_bit(yaml, folder, is_frozen, flips):
+    """Rank 1 reads one bit of one weight otherwise, in a place that no sample of the files looks at."""
+    lora = ["lora={rank: 2}"] if is_frozen else []
+    loaded = load_config(yaml, ["parallel.strategy=ddp", *lora])
+    run = RunFolder(folder)
+    run.make()
+    inputs = read_inputs(loaded, run)
+    world = start_world(loaded.config.parallel)
+    load = train_run.load_model
+
+    def load_otherwise(request):
+        lm = load(request)
+        weight = dict(lm.named_parameters())[FROZEN if is_frozen else TRAINED]
+        assert weight.requires_grad != is_frozen
+        weight.detach().view(torch.int32)[3, 5] ^= world.rank * flips
+        return lm
+
+    train_run.load_model = load_otherwise
+    if flips:
+        name = FROZEN if is_frozen else TRAINED
+        words = ["the weights are not the same on all ranks", "rank 1", name]
+        expect(ConfigError, words, lambda: build_run(inputs, world))
+    else:
+        build_run(inputs, world)
+    end_world(world)
+
+
+TRAINED = "model.layers.1.mlp.up_proj.weight"
+FROZEN = "base_model.model.model.layers.1.mlp.up_proj.base_layer.weight"
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("flips", [False, True])
+def test_weights_that_differ_at_the_start_are_refused(tmp_path, tiny_model, is_frozen, flips):
+    data = write_conversations(tmp_path / "chats.jsonl", 8)
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(f"model: {tiny_model}\ndata: {{train: [{data}]}}\n", encoding="utf-8")
+    run_world(2, start_with_a_flipped_bit, str(yaml), tmp_path / "out", is_frozen, flips)
 
 
 def test_the_checksum_sees_every_bit_and_every_name():

@@ -140,6 +140,8 @@ class Ddp(Engine):
                 gradient_as_bucket_view=parallel.bucket_view,
                 static_graph=parallel.static_graph,
                 bucket_cap_mb=parallel.bucket_mb,
+                # Through copies of all weights, frozen ones too: in runs they are compared (train/replicas.py).
+                init_sync=not spec.drives_passes,
                 # Only statistics gathered in training differ between ranks; tables of a model never do.
                 broadcast_buffers=any(isinstance(m, NormBase) and m.track_running_stats for m in bare.modules()),
             )

@@ -29,6 +29,7 @@ from duoka.plan.layout import Layout
 from duoka.plan.pipeline import rank_of
 
 AXES = ("pp", "replicate", "shard", "sp", "tp")
+LOSS_AXES = ("replicate", "shard", "sp")  # whose ranks have the same place in the model, and see other tokens
 # Of a mesh of its own, over the ranks of a stage: copies of groups that share experts.
 EXPERT_AXIS = "ep"
 
@@ -66,7 +67,15 @@ class Mesh:
     @property
     def first_copy(self) -> int:
         """The first rank of the world that holds the same bits as this one."""
-        return _rank_at(self.sizes, {**self.place, **dict.fromkeys(self.copy_axes, 0)})
+        return self._first_of(self.copy_axes)
+
+    @property
+    def first_of_loss(self) -> int:
+        """The first rank of the world that has the same place in the model as this one."""
+        return self._first_of(LOSS_AXES)
+
+    def _first_of(self, axes: tuple[str, ...]) -> int:
+        return _rank_at(self.sizes, {**self.place, **dict.fromkeys(axes, 0)})
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
@@ -93,7 +102,7 @@ class Mesh:
 
     def separate_loss_group(self) -> dist.ProcessGroup | None:
         """A new group of the `loss` ranks, for exchanges that cross those of other groups. All ranks call it."""
-        return _group_over(self.everyone, self.sizes, self.place, ("replicate", "shard", "sp"), is_new=True)
+        return _group_over(self.everyone, self.sizes, self.place, LOSS_AXES, is_new=True)
 
     @cached_property
     def node_size(self) -> int:
@@ -174,7 +183,7 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
         sizes=sizes,
         place=place,
         data=view("data", "replicate", "shard"),
-        loss=view("loss", "replicate", "shard", "sp"),
+        loss=view("loss", *LOSS_AXES),
         copies=view("copies", *copy_axes),
         pipeline=view("pipeline", "pp"),
         sequence=sequence,

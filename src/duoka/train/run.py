@@ -73,7 +73,7 @@ from duoka.train.nonfinite import NonFinite
 from duoka.train.record import Recorder
 from duoka.train.reference import ReferencePass, add_references
 from duoka.train.rehearse import is_asked, rehearse_largest
-from duoka.train.replicas import ReplicaCheck
+from duoka.train.replicas import ReplicaCheck, check_start
 from duoka.train.samples import Sampler, read_prompts
 from duoka.train.setup import RunSettings, build_settings, keep_choices
 from duoka.train.shortage import MemoryGuard, read_shortage
@@ -187,6 +187,7 @@ def build_run(inputs: Inputs, world: World, *, at_least: int = 0) -> Run:
     stage = build_stage(config)  # what an optimizer step minimizes
     stage.take_data(inputs.prepared)
     engine, roles = build_engine(inputs, plan, mesh, stage)  # the model under its layout; ranks read own shards
+    check_start(engine)  # ranks read their own files: all must have found the same
     objective_of = build_objective(config, engine, stage)
     settle_sharing(engine.bare, plan.layout, world.device)
     kernels = choose_kernels(look(engine.bare, config, plan.layout, world.device))
