@@ -138,10 +138,14 @@ def measure_family(model_type: str) -> Row:
 
 
 def load_plain(folder: Path):
-    """By transformers alone."""
-    from transformers import AutoModelForCausalLM
+    """By transformers alone: a language model, or one that reads images too."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    how = {"dtype": torch.float32, "attn_implementation": "eager"}
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+    except ValueError:
+        return AutoModelForImageTextToText.from_pretrained(folder, **how).eval()
 
 
 def distance_from_alone(plain, folder: Path, rows: str, tested) -> float | None:

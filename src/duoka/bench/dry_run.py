@@ -24,10 +24,11 @@ from duoka.comm.ledger import LEDGER, Traffic
 from duoka.comm.world import World
 from duoka.config.schema import RunConfig
 from duoka.model.attention import register_attention
+from duoka.model.auto_class import language_class
 from duoka.model.build import LossModel, find_core, named_part, quiet_loading
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.experts import use_own_experts
-from duoka.model.freeze import apply_train_only
+from duoka.model.freeze import apply_train_only, freeze_beside_text
 from duoka.model.layers import find_layers
 from duoka.model.lora import apply_lora
 from duoka.model.split_products import Waiting
@@ -284,14 +285,14 @@ def _step_of_stages(
 
 def _engine(config: RunConfig, facts: dict[str, Any], layout: Layout, world: World) -> Engine:
     """The model on the meta device, through the same code as a run's."""
-    from transformers import AutoModelForCausalLM
-
     register_attention()
     dtype = BY_PRECISION[config.weights_type(layout.precision)]
     with quiet_loading(), torch.device("meta"):
-        core = AutoModelForCausalLM.from_config(_model_config(facts), dtype=dtype, attn_implementation="duoka")
+        model_config = _model_config(facts)
+        core = language_class(model_config).from_config(model_config, dtype=dtype, attn_implementation="duoka")
         core.tie_weights()
         use_own_experts(core)
+        freeze_beside_text(core)
         if config.train_only is not None:
             apply_train_only(core, config.train_only)
         lm = apply_lora(core, config.lora) if config.lora else core

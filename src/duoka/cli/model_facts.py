@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,15 @@ if TYPE_CHECKING:
 UNKNOWN_VOCABULARY = 65536  # of a new model whose tokenizer is not there yet
 
 
-def read_model_shape(model: ModelConfig, base: Path) -> ModelShape:
+def read_model_shape(model: ModelConfig, base: Path, facts: Mapping[str, Any] | None = None) -> ModelShape:
+    """By its config.json, whose `facts` were read or are, and by its files where they are here."""
+    from duoka.hub.models import known_folder
+    from duoka.plan.in_files import as_in_files
     from duoka.plan.shape import shape_from_config
 
-    return shape_from_config(read_model_facts(model, base), where=model.title)
+    facts = read_model_facts(model, base) if facts is None else facts
+    shape, folder = shape_from_config(facts, where=model.title), known_folder(model, base)
+    return shape if folder is None or model.from_scratch else as_in_files(shape, folder, facts)
 
 
 def shape_for_axes(config: RunConfig, base: Path) -> ModelShape | None:

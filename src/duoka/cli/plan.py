@@ -158,7 +158,6 @@ def _find_subject(
     from duoka.data.dataset_lengths import find_lengths
     from duoka.plan.choose import check_machine
     from duoka.plan.own_attention import as_computed
-    from duoka.plan.shape import shape_from_config
 
     def check_here(config: RunConfig, base: Path) -> list[Fault]:
         shape = shape_for_axes(config, base)
@@ -169,7 +168,7 @@ def _find_subject(
     for note in loaded.notes:
         click.echo(f"note: {note}", err=True)
     facts = read_model_facts(loaded.config.model, loaded.base)
-    config, shape, note = as_computed(loaded.config, shape_from_config(facts))
+    config, shape, note = as_computed(loaded.config, read_model_shape(loaded.config.model, loaded.base, facts))
     if note:
         click.echo(f"note: {note}", err=True)
     return _Subject(config, shape, find_lengths(loaded.config, loaded.base), facts)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from duoka.errors import ConfigError
+from duoka.plan.in_files import read_header
 
 BASE = "base.json"  # in an adapter's folder
 _SAMPLE_BYTES, _NUM_SAMPLES = 4096, 64  # spread over each file of weights
 _TENSOR_BYTES, _MOST_TENSORS = 512, 4096  # and from the middle of each tensor
-_MOST_HEADER_BYTES = 100_000_000
 # What a tool that writes the same model again puts otherwise, and no computation reads.
 _NOT_COMPUTED = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 
@@ -115,17 +115,13 @@ def _weights_digest(folder: Path) -> str:
 def _tensor_samples(path: Path) -> Iterator[tuple[int, int]]:
     """(offset, bytes) of the middle of each tensor of a file, of the first few thousand in the file's order."""
     try:
-        with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8))
-            if header_bytes > _MOST_HEADER_BYTES:
-                return
-            header = json.loads(file.read(header_bytes))
-        spans = sorted(tuple(one["data_offsets"]) for name, one in header.items() if name != "__metadata__")
+        begin, header = read_header(path)
+        spans = sorted(tuple(one["data_offsets"]) for one in header.values())
     except (ValueError, struct.error, KeyError, TypeError, AttributeError):
         return  # a damaged file: reading its tensors reports it
     for start, end in spans[:_MOST_TENSORS]:
         length = min(_TENSOR_BYTES, end - start)
-        yield 8 + header_bytes + start + (end - start - length) // 2, length
+        yield begin + start + (end - start - length) // 2, length
 
 
 def _commit_of(folder: Path) -> str:

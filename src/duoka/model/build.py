@@ -27,7 +27,7 @@ from duoka.model.documents import Documents
 from duoka.model.drawing import check_harmless, has_drawn, read_generators
 from duoka.model.dropout import count_dropout
 from duoka.model.experts import use_own_experts
-from duoka.model.freeze import apply_train_only
+from duoka.model.freeze import apply_train_only, freeze_beside_text
 from duoka.model.head import (
     apply_head,
     apply_head_to_logps,
@@ -113,6 +113,7 @@ def load_model(request: ModelRequest) -> torch.nn.Module:
             use_own_experts(model)
         if request.earlier is not None:
             request.earlier.merge_into(model)
+        freeze_beside_text(model)
         if request.train_only is not None:
             apply_train_only(model, request.train_only)
         if request.lora is None:

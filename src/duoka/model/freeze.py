@@ -1,4 +1,4 @@
-"""Training some layers only: everything else is frozen. Called when a model has been built, on the meta device too.
+"""What of a model is not trained. Called when it has been built, on the meta device too.
 
 Which weights are trained follows from the model's structure and `train_only` alone, so that every rank agrees.
 """
@@ -9,7 +9,14 @@ import torch
 
 from duoka.config.schema import TrainOnlyConfig
 from duoka.errors import ConfigError
+from duoka.model.layers import beside_text, text_decoder
 from duoka.plan.trained_weights import layer_numbers
+
+
+def freeze_beside_text(model: torch.nn.Module) -> None:
+    """Towers for images and sound: a text has no gradient for them, and they go into the result as they came."""
+    for module in beside_text(model).values():
+        module.requires_grad_(False)
 
 
 def apply_train_only(model: torch.nn.Module, chosen: TrainOnlyConfig) -> None:
@@ -27,11 +34,8 @@ def apply_train_only(model: torch.nn.Module, chosen: TrainOnlyConfig) -> None:
 def find_layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
     """The transformer's blocks: the longest list of modules in what reads text, and its name."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
-    find = getattr(model, "get_decoder", None)
-    decoder = find() if callable(find) else None
-    if isinstance(decoder, torch.nn.Module):  # a tower for images may have more layers
-        inside = {id(module) for module in decoder.modules()}
-        lists = [one for one in lists if id(one[1]) in inside] or lists
+    inside = {id(module) for module in (text_decoder(model) or model).modules()}  # a tower may have more layers
+    lists = [one for one in lists if id(one[1]) in inside]
     if not lists:
         raise ConfigError(
             "the model has no list of layers, so train_only cannot choose from it", fix="delete train_only"

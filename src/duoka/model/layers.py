@@ -24,9 +24,43 @@ class Absent(torch.nn.Module):
 
 
 def is_transformer(core: torch.nn.Module) -> bool:
-    """True for models of the transformers library that are a stack of layers."""
-    config = getattr(core, "config", None)
-    return hasattr(core, "get_input_embeddings") and hasattr(config, "num_hidden_layers")
+    """True for models of the transformers library that are a stack of layers, or have one that reads text."""
+    config: Any = getattr(core, "config", None)
+    if not hasattr(core, "get_input_embeddings"):
+        return False
+    return hasattr(config, "num_hidden_layers") or text_decoder(core) is not None
+
+
+def text_decoder(core: torch.nn.Module) -> torch.nn.Module | None:
+    """What reads text in a model that has more, such as a tower for images; None where there is nothing else."""
+    config: Any = getattr(core, "config", None)
+    find_config, find = getattr(config, "get_text_config", None), getattr(core, "get_decoder", None)
+    if not callable(find_config) or find_config() is config or not callable(find):
+        return None
+    decoder = find()
+    return decoder if isinstance(decoder, torch.nn.Module) and decoder is not core else None
+
+
+def beside_text(core: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The outermost modules with weights that no text reaches: towers for images and sound, and what leads from them
+    to the words."""
+    decoder = text_decoder(core)
+    if decoder is None:
+        return {}
+    ends = (core.get_input_embeddings(), core.get_output_embeddings())  # type: ignore[operator]
+    read = {id(module) for part in (decoder, *ends) if part is not None for module in part.modules()}
+    found: dict[str, torch.nn.Module] = {}
+
+    def look(module: torch.nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            inside = {id(one) for one in child.modules()}
+            if inside.isdisjoint(read):
+                found.update({f"{path}{name}": child} if any(True for _ in child.parameters()) else {})
+            elif id(child) not in read:
+                look(child, f"{path}{name}.")
+
+    look(core, "")
+    return found
 
 
 def unrecorded(core: torch.nn.Module) -> dict[str, bool]:
@@ -51,7 +85,7 @@ def find_blocks(core: torch.nn.Module) -> list[torch.nn.Module]:
 def find_layers(core: torch.nn.Module) -> list[torch.nn.Module]:
     """The blocks of a transformer that this rank has: of as many modules as the config says there are layers."""
     count = core.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
-    for module in core.modules():
+    for module in (text_decoder(core) or core).modules():  # a tower for images may have as many
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return [layer for layer in module if not isinstance(layer, Absent)]
     raise ConfigError(

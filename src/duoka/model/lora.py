@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
 from duoka.model.adapters import Earlier
 from duoka.model.box import Box
+from duoka.model.layers import beside_text
 from duoka.model.pissa import PissaStarts, as_plain_adapter, check_untied, draw_seed
 
 STARTS = "pissa_starts"  # where a model keeps what its adapters began with
@@ -83,6 +85,7 @@ def _apply_lora(
         lora_alpha=lora.alpha if lora.alpha != int(lora.alpha) else int(lora.alpha),  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
         target_modules=_find_targets(model, lora.targets),
+        exclude_modules=_not_to_adapt(model),
         bias="none",
     )
     with quiet_adapters():
@@ -278,6 +281,12 @@ def _find_targets(model: torch.nn.Module, targets: tuple[str, ...] | Literal["al
             fix=f"choose from {', '.join(sorted(rest))}, or write targets: all",
         )
     return list(targets)
+
+
+def _not_to_adapt(model: torch.nn.Module) -> str | None:
+    """A pattern of names, for PEFT: no text would give their adapters a gradient."""
+    names = "|".join(map(re.escape, beside_text(model)))
+    return rf"({names})(\..*)?" if names else None
 
 
 def _answers_a_row(linear: torch.nn.Linear) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from duoka.errors import ConfigError
-from duoka.model.layers import Absent, find_layers
+from duoka.model.layers import Absent, beside_text, find_layers
 from duoka.model.lora import count_parameters
 from duoka.plan.pipeline import Costs, Schedule, cut_layers, rank_of, stages_of
 
@@ -32,6 +32,7 @@ class Anatomy:
     embedding: torch.nn.Module
     head: torch.nn.Module
     is_tied: bool
+    beside: tuple[torch.nn.Module, ...]  # towers for images: what no text reaches, the first stage keeps
 
     @classmethod
     def of(cls, core: Any) -> Anatomy:
@@ -49,12 +50,15 @@ class Anatomy:
             if key != stack and any(True for _ in child.parameters()) and not ids & {id(p) for p in child.parameters()}
         )
         placed = ids | {id(p) for p in head.parameters()}
-        placed |= {id(p) for key in (stack, *tails) for p in getattr(decoder, key).parameters()}
+        beside = tuple(beside_text(core).values())
+        placed |= {
+            id(p) for part in (*(getattr(decoder, key) for key in (stack, *tails)), *beside) for p in part.parameters()
+        }
         for key, parameter in core.named_parameters():
             if id(parameter) not in placed:
                 raise _no_pipeline(name, f"{key} is in no layer, and neither in embedding nor head")
         tied = bool(ids & {id(p) for p in head.parameters()})
-        return cls(decoder, stack, tuple(layers), tails, embedding, head, tied)
+        return cls(decoder, stack, tuple(layers), tails, embedding, head, tied, beside)
 
 
 class PipelineStages:
@@ -140,6 +144,9 @@ def cut_model(
     ends = stages.has_first or stages.has_last
     if not (stages.has_first or (anatomy.is_tied and ends)):
         _replace(core, anatomy.embedding)
+    if not stages.has_first:
+        for module in anatomy.beside:
+            _replace(core, module)
     if not (stages.has_last or (anatomy.is_tied and ends)):
         _replace(core, anatomy.head)
     if not stages.has_last:

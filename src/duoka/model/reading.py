@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from duoka.config.adapters import HOLDS, WEIGHTS
 from duoka.errors import ConfigError
 from duoka.hub.weight_files import find_damage
+from duoka.model.auto_class import language_class
 from duoka.model.quantize import check_codes
 from duoka.model.score_head import read_scorer
 
@@ -29,14 +30,15 @@ _OTHER_MODEL = "name the model that it was trained on, or copy the adapter again
 
 def read_model(folder: Path, *, scores: bool, **options: Any) -> Any:
     """The language model in a folder, or one with a head for scores; each of its weights from the files."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     check_codes(folder)
     try:
         if scores:
             return read_scorer(folder, **options)
         # Of weights whose shapes differ transformers says no more than that there are some, unless it goes on.
-        read: Any = AutoModelForCausalLM.from_pretrained
+        known = {name: options[name] for name in ("trust_remote_code", "local_files_only") if name in options}
+        read: Any = language_class(AutoConfig.from_pretrained(folder, **known)).from_pretrained
         model, found = read(folder, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         damage = find_damage(folder)

@@ -20,12 +20,13 @@ from duoka.hub.new_model import is_new
 from duoka.hub.weight_files import INDEX, SINGLE
 from duoka.model.adapters import Earlier
 from duoka.model.attention import register_attention
+from duoka.model.auto_class import language_class
 from duoka.model.box import Box
 from duoka.model.build import quiet_loading
 from duoka.model.dtypes import stays_wide
 from duoka.model.expert_files import ExpertFiles
 from duoka.model.experts import use_own_experts
-from duoka.model.freeze import apply_train_only
+from duoka.model.freeze import apply_train_only, freeze_beside_text
 from duoka.model.lora import adapted_modules, apply_lora, begin_adapter, is_adapter, keep_starts
 from duoka.model.pissa import PissaStarts, check_untied
 from duoka.model.random_init import RandomWeights, random_weights
@@ -154,7 +155,7 @@ def stored_name(name: str) -> str:
 
 def build_without_memory(request: ModelRequest) -> tuple[torch.nn.Module, Weights] | None:
     """The model on the meta device, buffers filled, and where its weights are; None: load it whole."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
     if request.scores:
         return None  # a head that no file has
@@ -168,7 +169,7 @@ def build_without_memory(request: ModelRequest) -> tuple[torch.nn.Module, Weight
         return None
     register_attention()
     with quiet_loading(), torch.device("meta"):
-        core = AutoModelForCausalLM.from_config(
+        core = language_class(config).from_config(
             config, dtype=dtype, attn_implementation=request.named_attention, trust_remote_code=trust_remote_code
         )
     if isinstance(source, WeightSource):
@@ -180,6 +181,7 @@ def build_without_memory(request: ModelRequest) -> tuple[torch.nn.Module, Weight
         core.generation_config = GenerationConfig.from_pretrained(folder)
     if not _fill_buffers(core) or not _read_buffers(core, source):
         return None
+    freeze_beside_text(core)
     if train_only is not None:
         apply_train_only(core, train_only)
     if lora is not None:

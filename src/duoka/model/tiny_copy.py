@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from duoka.model.auto_class import language_class
 from duoka.model.experts import NAME, use_own_experts
 
 VOCABULARY, SPECIAL = 64, 8  # ids of special tokens are below the second number
@@ -72,10 +73,8 @@ def tiny_config(config: Any, *, widths: bool = True) -> Any:
 
 def count_parameters(config: Any, trust_remote_code: bool) -> int:
     """Of the model that `config` describes, which is not built for it."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = language_class(config).from_config(config, trust_remote_code=trust_remote_code)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -86,14 +85,12 @@ def build_tiny(
 
     `own_experts`: mixtures by our function of experts; left out: where the attention is ours too.
     """
-    from transformers import AutoModelForCausalLM
-
     # Of its own: a model notes in its config how experts are computed, and the next one would not be all transformers'.
     own = copy.deepcopy(config)
     own._experts_implementation = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(
+        model: torch.nn.Module = language_class(own).from_config(
             own, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
     if attention.startswith(NAME) if own_experts is None else own_experts:  # beside "eager", all is transformers'
@@ -155,14 +152,18 @@ def _shrink_number(key: str, value: int, widths: bool) -> int:
 
 
 def _shrink_rope(value: dict[str, Any]) -> dict[str, Any]:
-    """Tables with a factor for every frequency are as long as there are frequencies."""
-    share = float(value.get("partial_rotary_factor") or 1.0)
-    most = int(_HEAD_DIM * share) // 2
-    return {
-        key: _shrink_rope(own) if isinstance(own, dict)
-        else own[:most] if isinstance(own, list) and key.endswith("_factor") else own
-        for key, own in value.items()
-    }  # fmt: skip
+    """Tables with a factor for every frequency are as long as there are frequencies, and shares of these add up."""
+    most = int(_HEAD_DIM * float(value.get("partial_rotary_factor") or 1.0)) // 2
+
+    def shrink(key: str, own: Any) -> Any:
+        if isinstance(own, dict):
+            return _shrink_rope(own)
+        if isinstance(own, list) and key == "mrope_section":  # frequencies of time, height and width
+            ends = [round(end * most / sum(own)) for end in itertools.accumulate(own)]
+            return [end - start for start, end in itertools.pairwise([0, *ends])]
+        return own[:most] if isinstance(own, list) and key.endswith("_factor") else own
+
+    return {key: shrink(key, own) for key, own in value.items()}
 
 
 def _shrink_by_layer(value: dict[Any, dict[str, Any]], layers: list[int], widths: bool) -> dict[int, dict[str, Any]]:

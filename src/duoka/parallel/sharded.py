@@ -30,7 +30,7 @@ from duoka.config.schema import ParallelConfig
 from duoka.data.feed.loader import GlobalBatch
 from duoka.errors import ConfigError
 from duoka.model.build import GATHERED_HEAD, LossModel, find_core, named_part, use_head
-from duoka.model.layers import find_blocks, find_layers, is_transformer
+from duoka.model.layers import beside_text, find_blocks, find_layers, is_transformer
 from duoka.model.value_head import ValueModel
 from duoka.optim.clip import shortening
 from duoka.optim.disk import DiskAdamW
@@ -238,7 +238,7 @@ def apply_sharded(
     with_root = {one for module in rising for one in module.parameters(recurse=False)}
     for layer in layers:
         shard(layer, policy, reshard, ignored | with_root)
-    for module, policy in _ends(core, narrow, wide) + [(one, wide) for one in _beside_narrow(bare)]:
+    for module, policy in _ends(core, narrow, wide) + [(one, wide) for one in (*_beside_narrow(bare), *_towers(core))]:
         shard(module, policy, reshard)
     if isinstance(bare, LossModel):
         _gather_head_for_loss(bare)
@@ -341,6 +341,11 @@ def _beside_narrow(bare: torch.nn.Module) -> list[torch.nn.Module]:
         return []
     types = {parameter.dtype for parameter in bare.parameters() if parameter.requires_grad}
     return list(bare.v_head.values()) if len(types) > 1 else []
+
+
+def _towers(core: torch.nn.Module) -> list[torch.nn.Module]:
+    """For images and sound, their blocks first: gathered where these are computed, and not with the root."""
+    return [one for tower in beside_text(core).values() for one in (*find_blocks(tower), tower)]
 
 
 def _gather_head_for_loss(bare: LossModel) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from duoka.errors import ConfigError
-from duoka.model.layers import Absent, is_transformer
+from duoka.model.layers import Absent, beside_text, is_transformer, text_decoder
 
 # columns: outputs are shared out. joined: and put together again. rows: inputs are shared out, outputs summed up.
 # own_rows: of whole inputs, each rank takes its part. partial: whole everywhere, and each rank has a part of its
@@ -69,10 +69,11 @@ def _read_plan(core: torch.nn.Module, num_ranks: int) -> list[tuple[re.Pattern[s
     name = type(core).__name__
     if not is_transformer(core):
         raise _refusal(num_ranks, f"{name} is no transformers model, whose matrices have known parts", _WITHOUT)
-    own: dict[str, str] = dict(getattr(core.config, "base_model_tp_plan", None) or {})
+    decoder: Any = text_decoder(core) or core.base_model
+    own: dict[str, str] = dict(getattr(decoder.config, "base_model_tp_plan", None) or {})
     if not own:
         raise _refusal(num_ranks, f"transformers has no tensor-parallel plan for {name}", _WITHOUT)
-    base = f"{core.base_model_prefix}." if core.base_model is not core else ""
+    base = "" if decoder is core else next(f"{path}." for path, one in core.named_modules() if one is decoder)
     whole = {f"{base}{key}": style for key, style in own.items()} | dict(getattr(type(core), "_tp_plan", None) or {})
     return [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in whole.items()]
 
@@ -120,7 +121,7 @@ def _check_all_have_one(core: torch.nn.Module, parts: dict[str, Part], num_ranks
     """
     mixtures = tuple(f"{name.rpartition('.')[0]}." for name, part in parts.items() if part == "experts")
     cut = {name.rpartition(".")[0] + "." for name, part in parts.items() if part == "columns"}
-    whole = tuple(f"{name}." for name in parts)
+    whole = tuple(f"{name}." for name in (*parts, *beside_text(core)))
     for name, parameter in core.named_parameters():
         if name.startswith(whole):
             continue

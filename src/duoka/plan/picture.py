@@ -48,7 +48,8 @@ def _verdict(plan: Plan) -> str:
 def model_lines(plan: Plan) -> list[str]:
     shape, work = plan.work.shape, plan.work
     assumed = shape.exact or shape.model_type == ASSUMED
-    approximate = "" if assumed else " (counted like a Llama: this type is not in the table)"
+    how = "counted in its files" if shape.is_counted else "counted like a Llama: this type is not in the table"
+    approximate = "" if assumed else f" ({how})"
     head = "tied to the embedding" if shape.tied else f"{format_count(shape.num_head)} in the head"
     kind = "full fine-tuning"
     if work.lora is not None:
@@ -65,6 +66,7 @@ def model_lines(plan: Plan) -> list[str]:
         f"embedding, {head},",
         f"         {shape.num_layers} layers x {format_count(shape.num_per_layer)} ({shape.model_type})",
         *mixed,
+        *([f"         beside these {format_count(shape.num_beside)} that no text reaches"] if shape.num_beside else []),
         f"trained  {work.num_trainable:,} parameters ({kind})",
     ]
 

@@ -306,6 +306,8 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
         held = (size if trained else frozen_size, size * trained, state * trained)
         own = tuple(size + int(each * share.experts) for size, each in zip(own, held, strict=True))  # type: ignore[assignment]
         formula += f" + {sum(held):.3g} of the experts/{layout.ep}"
+    beside, term = _beside(work, layout, share, frozen_size)
+    own, formula = (own[0] + beside, *own[1:]), formula + term
     moments = int(layout.offload_share * state * train) // ranks
     if layout.offload == "optimizer" and work.deepspeed is None:
         host = moments
@@ -328,6 +330,15 @@ def _frozen(work: Work, share: ModelShare, frozen_size: float) -> tuple[int, int
         size += int(work.references * frozen_size * (share.trainable + share.frozen))
         terms += f" + {work.references * frozen_size:g}P of references"
     return packed, size, terms
+
+
+def _beside(work: Work, layout: Layout, share: ModelShare, frozen_size: float) -> tuple[int, str]:
+    """Bytes of towers that no text reaches, and their term."""
+    if not work.shape.num_beside or not share.embedding:  # of a pipeline, the first stage has them
+        return 0, ""
+    size = work.trained_size if work.lora is None else frozen_size
+    ranks = layout.state_ranks if layout.strategy in ("fsdp", "hsdp") else 1
+    return int(size * work.shape.num_beside) // ranks, f" + {size:g} of what is beside{'/N' if ranks > 1 else ''}"
 
 
 def gathered_whole(work: Work, precision: str, share: ModelShare) -> tuple[int, str]:

@@ -22,6 +22,7 @@ from duoka.plan.costs import Costs, estimate_costs
 from duoka.plan.fewest import fewest_ranks
 from duoka.plan.hardware import Machine
 from duoka.plan.horizon import Horizon, find_horizon
+from duoka.plan.in_files import count_notes
 from duoka.plan.kernels import Chosen, choose_kernels, expected, kernels_json
 from duoka.plan.layout import Layout, Strategy
 from duoka.plan.lengths import Lengths
@@ -110,6 +111,7 @@ class Plan:
                 "num_layers": shape.num_layers,
                 "num_trainable": work.num_trainable,
                 "is_exact": shape.exact,
+                "num_beside": shape.num_beside,
             },
             "batch": self.batch.to_json(),
             "steps": asdict(self.steps) if self.steps else None,
@@ -393,7 +395,4 @@ def _all_warnings(choice: Choice, shape: ModelShape, senseless: str | None) -> t
     found = choice.warnings
     if senseless:
         found += (f"{choice.layout.name} makes little sense here: {senseless}",)
-    if shape.exact or shape.model_type == ASSUMED:
-        return found
-    tried = "; whether it is packed or padded is seen when a run begins"
-    return (*found, f"model type {shape.model_type} is not in the plan's table: its counts are estimates{tried}")
+    return found if shape.model_type == ASSUMED else (*found, *count_notes(shape))

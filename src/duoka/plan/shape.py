@@ -17,6 +17,7 @@ from duoka.config.schema import DataConfig, DataSource, LoraConfig, ModelConfig,
 from duoka.errors import ConfigError
 from duoka.plan.families import EXPERT_COUNTS, ExpertKeys, Family
 from duoka.plan.find_family import find_family, guess_family, is_usual, parts_of, with_usual_names
+from duoka.plan.in_files import as_in_files
 from duoka.plan.sizes import Experts, Linear, ModelShape
 
 __all__ = [
@@ -43,7 +44,8 @@ _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 def read_shape(folder: Path) -> ModelShape:
     """The shape of the model in a transformers folder."""
-    return shape_from_config(read_facts(folder), where=str(folder / "config.json"))
+    facts = read_facts(folder)
+    return as_in_files(shape_from_config(facts, where=str(folder / "config.json")), folder, facts)
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -65,7 +67,8 @@ def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> M
     how = facts.get("quantization_config")
     packing = how if isinstance(how, dict) and how.get("quant_method") in PACKERS else None
     if isinstance(facts.get("text_config"), dict):
-        facts = {"model_type": f"{facts.get('model_type', '')}_text", **facts["text_config"]}
+        tied = {key: facts[key] for key in ("tie_word_embeddings",) if key in facts}  # what it says is for the whole
+        facts = {"model_type": f"{facts.get('model_type', '')}_text", **facts["text_config"], **tied}
     facts = with_usual_names(facts)
     model_type = str(facts.get("model_type", ""))
     known = find_family(facts)

@@ -76,7 +76,8 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder-only language model. `exact` is False when its type is not in the table.
+    """The sizes of a decoder-only language model. `exact` is False when its type is not in the table; `num_tables` and
+    `num_more` make its number of parameters that of its files, where these are there (`is_counted`).
 
     With experts, `linears` are those of a layer that has them (attention, shared experts) and `intermediate_size` is
     what one token sees: the active experts together. `dense_linears` are those of the layers without experts.
@@ -109,6 +110,10 @@ class ModelShape:
     packed_bits: int = 0  # of weights whose files hold them so: 4 or 8
     packed_by: str = ""  # whom these files name
     parts: LayerParts = LayerParts()
+    is_counted: bool = False
+    num_tables: int = 0  # of further tables that words are looked up in
+    num_more: int = 0  # in the layers, beside what is counted of them; less than 0 where that is too much
+    num_beside: int = 0  # of towers for images and sound, which training on text leaves as they are
 
     @property
     def q_size(self) -> int:
@@ -120,7 +125,7 @@ class ModelShape:
 
     @property
     def num_embedding(self) -> int:
-        return (self.vocab_size + self.num_positions) * self.hidden_size
+        return (self.vocab_size + self.num_positions) * self.hidden_size + self.num_tables
 
     @property
     def num_head(self) -> int:
@@ -139,12 +144,13 @@ class ModelShape:
     def num_per_layer(self) -> int:
         """Of the larger kind of layer, which decides what is gathered at once."""
         own = sum(linear.num_parameters for linear in self.linears) + self.num_norm_parameters_per_layer
-        return own + (self.experts.num_parameters if self.experts else 0)
+        return own + (self.experts.num_parameters if self.experts else 0) + self.num_more // self.num_layers
 
     @property
     def num_per_dense_layer(self) -> int:
         linears = self.dense_linears or self.linears
-        return sum(linear.num_parameters for linear in linears) + self.num_norm_parameters_per_layer
+        own = sum(linear.num_parameters for linear in linears) + self.num_norm_parameters_per_layer
+        return own + self.num_more // self.num_layers
 
     @property
     def num_block_linear(self) -> int:
@@ -160,9 +166,10 @@ class ModelShape:
 
     @property
     def num_in_layers(self) -> int:
+        rest = self.num_more % self.num_layers
         if self.experts is None:
-            return self.num_layers * self.num_per_layer
-        return self.experts.num_layers * self.num_per_layer + self.num_dense_layers * self.num_per_dense_layer
+            return self.num_layers * self.num_per_layer + rest
+        return self.experts.num_layers * self.num_per_layer + self.num_dense_layers * self.num_per_dense_layer + rest
 
     @property
     def num_parameters(self) -> int:

@@ -8,6 +8,7 @@ import torch
 
 from duoka.config.schema import ModelConfig
 from duoka.hub.models import model_folder
+from duoka.model.auto_class import language_class
 from duoka.model.build import quiet_loading
 from duoka.model.result import write_result
 from duoka.store.dcp_files import find_dcp, read_dcp
@@ -19,11 +20,11 @@ def import_model(folder: Path, model: str, target: Path) -> Found:
     sharded = find_dcp(folder)
     found = read_deepspeed(folder) if sharded is None else None
     base = model_folder(ModelConfig(name=model), Path.cwd())
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
     with quiet_loading(), torch.device("meta"):
         config = AutoConfig.from_pretrained(base, local_files_only=True)
-        lm = AutoModelForCausalLM.from_config(config)
+        lm = language_class(config).from_config(config)
         lm.tie_weights()
     if (base / "generation_config.json").is_file():  # what ends an answer stands there, and not in every config
         lm.generation_config = GenerationConfig.from_pretrained(base)

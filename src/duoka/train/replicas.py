@@ -33,13 +33,13 @@ class ReplicaCheck(Concern):
 def check_start(engine: Engine) -> None:
     """Refuse ranks that begin with other weights, frozen ones too, or other tables: files differ, or what is drawn.
 
-    DDP would send rank 0's to all. What ranks share out by itself each rank has once: there is nothing to compare.
+    DDP would send rank 0's to all. What ranks share out each of them has once, DeepSpeed's (on meta) too.
     """
     mesh = engine.mesh
     if mesh.loss.size == 1:
         return
     held = {**named_weights(engine.bare), **dict(named_part(engine.bare).named_buffers())}
-    whole = {name: one for name, one in held.items() if not isinstance(one, DTensor | FlatShard)}
+    whole = {name: one for name, one in held.items() if not (isinstance(one, DTensor | FlatShard) or one.is_meta)}
     if (found := _find_mismatch(whole, mesh.first_of_loss, mesh.everyone)) is None:
         return
     raise ConfigError(

@@ -1,0 +1,20 @@
+"""Which of transformers' classes a config is built by: a language model, or one that reads images beside text.
+
+A model that reads both is trained on text as it is; its towers are frozen (freeze.py) and go into the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def language_class(config: Any) -> Any:
+    """The auto class of a config; AutoModelForCausalLM says itself what it does not know."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    own_code = getattr(config, "auto_map", None) or {}
+    if AutoModelForCausalLM.__name__ in own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM

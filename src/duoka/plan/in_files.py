@@ -1,0 +1,137 @@
+"""How many weights a model's files hold, by the headers of its safetensors alone: what config.json does not tell.
+
+Of types that families.py has no row for the plan counts these; and what a model has beside what reads text (towers for
+images and sound), which training on text leaves as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from duoka.plan.sizes import ModelShape
+from duoka.units import format_count
+
+_MOST_HEADER_BYTES = 100_000_000
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHTS, _TABLES_OF_NUMBERS = {"F32", "F16", "BF16"}, {"I64", "BOOL"}  # other types are packed weights
+_READS_TEXT = re.compile(r"(^|\.)(language_model|text_model|lm_head)(\.|$)")
+_BESIDE = re.compile(r"(^|[._])(visual|vision|image|video|audio|speech|multi_modal|connector|projector)[._]")
+_LAYER = re.compile(r"(^|\.)(layers|h|blocks?)\.\d+\.")
+_TABLE = re.compile(r"(^|\.)embed\w*\.weight$|(^|\.)w[tp]e\.weight$")
+# Layers that guess further words, and buffers: transformers loads neither.
+_NOT_LOADED = re.compile(r"(^|\.)mtp\.|\.inv_freq$")
+# Of these, transformers' language model is the part that reads text alone, and the rest stays in the files.
+_TOWERS_WITHIN = {"phi4_multimodal"}  # in what reads text, and trained with it
+_TEXT_ALONE = {"dots3_note", "emu3", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp"}
+
+
+# What only models have that read more than text.
+_TOWERS = ("text_config", "vision_config", "audio_config")
+
+
+@dataclass(frozen=True)
+class InFiles:
+    """Parameters: in layers; in tables that words are looked up in, and the rest at both ends; beside all that."""
+
+    in_layers: int
+    tables: int
+    ends: int
+    beside: int
+    has_head: bool  # of its own
+
+
+def as_in_files(shape: ModelShape, folder: Path, facts: Mapping[str, Any]) -> ModelShape:
+    """`shape` with what a config does not tell: towers, and the weights of a type that is not in the table."""
+    if (shape.exact and not any(isinstance(facts.get(key), dict) for key in _TOWERS)) or shape.packed_by:
+        return shape
+    found = count_in_files(folder, facts)
+    if found is None:
+        return shape
+    shape = replace(shape, num_beside=found.beside, tied=not found.has_head)
+    if shape.exact:
+        return shape
+    ends = shape.num_head + shape.num_head_bias + shape.num_final_norm_parameters
+    return replace(
+        shape,
+        is_counted=True,
+        num_tables=found.tables - shape.num_embedding,
+        num_more=found.in_layers + found.ends - shape.num_in_layers - ends,
+    )
+
+
+def count_notes(shape: ModelShape) -> tuple[str, ...]:
+    """What a reader of a plan has to know of its counts."""
+    notes = []
+    if not shape.exact:
+        what = "its parameters are those in its files, the rest of the plan estimates" if shape.is_counted else ""
+        what = what or "its counts are estimates; whether it is packed or padded is seen when a run begins"
+        notes.append(f"model type {shape.model_type} is not in the plan's table: {what}")
+    if shape.num_beside:
+        count = format_count(shape.num_beside)
+        notes.append(f"{count} parameters of towers for images or sound are frozen: no text reaches them")
+    return tuple(notes)
+
+
+def count_in_files(folder: Path, facts: Mapping[str, Any]) -> InFiles | None:
+    """None where there are no safetensors, or packed ones, or damaged ones: reading these reports it."""
+    try:
+        sizes = _read_sizes(folder)
+    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError):
+        return None
+    if not sizes:
+        return None
+    model_type = str(facts.get("model_type", ""))
+    has_parts = any(_READS_TEXT.search(name) and "lm_head" not in name for name in sizes)
+
+    def is_beside(name: str) -> bool:
+        if model_type in _TOWERS_WITHIN:
+            return False
+        return not _READS_TEXT.search(name) if has_parts else bool(_BESIDE.search(name))
+
+    is_tied = bool({**(facts.get("text_config") or {}), **facts}.get("tie_word_embeddings"))
+    text = {name: size for name, size in sizes.items() if not is_beside(name)}
+    inside = sum(size for name, size in text.items() if _LAYER.search(name))
+    tables = sum(size for name, size in text.items() if _TABLE.search(name) and not _LAYER.search(name))
+    heads = [size for name, size in text.items() if name.endswith("lm_head.weight")]
+    return InFiles(
+        in_layers=inside,
+        tables=tables,
+        ends=sum(text.values()) - inside - tables - (sum(heads) if is_tied else 0),
+        beside=0 if model_type in _TEXT_ALONE else sum(sizes.values()) - sum(text.values()),
+        has_head=bool(heads) and not is_tied,
+    )
+
+
+def _read_sizes(folder: Path) -> dict[str, int]:
+    """Numbers in each tensor by name; none where one is packed."""
+    if (folder / _SINGLE).is_file():
+        files = {_SINGLE}
+    elif (folder / _INDEX).is_file():
+        files = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    else:
+        return {}
+    sizes: dict[str, int] = {}
+    for file in files:
+        for name, tensor in read_header(folder / file)[1].items():
+            if tensor["dtype"] not in _WEIGHTS | _TABLES_OF_NUMBERS:
+                return {}
+            if tensor["dtype"] in _WEIGHTS and not _NOT_LOADED.search(name):
+                sizes[name] = math.prod(tensor["shape"])
+    return sizes
+
+
+def read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """(where the tensors of a safetensors file begin, what its header says of each)."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > _MOST_HEADER_BYTES:
+            raise ValueError("it is no safetensors file")
+        header = json.loads(file.read(length))
+    return 8 + length, {name: tensor for name, tensor in header.items() if name != "__metadata__"}

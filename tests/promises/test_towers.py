@@ -1,0 +1,128 @@
+"""Models that read images beside text learn from text: their towers stay to the bit, on any split of the rest."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from families import EXACT, distance_from_alone, family_config, load_plain, write_family
+from safetensors.torch import load_file
+from tiny import build_tiny_tokenizer, write_conversations
+from worlds import train_all
+
+from duoka.model.exactness import SelfTest
+from duoka.plan.shape import read_shape
+
+FAMILIES = ("gemma3", "mistral3", "qwen3_vl")
+TOWERS = {
+    "gemma3": ("vision_tower.", "multi_modal_projector."),
+    "mistral3": ("vision_tower.", "multi_modal_projector."),
+    "qwen3_vl": ("model.visual.",),
+}
+LORA = ["lora={rank: 4}", "optim.lr=1.0e-2"]
+SPLITS = {
+    "ddp": ["parallel.strategy=ddp"],
+    "fsdp": ["parallel.strategy=fsdp"],
+    "zero1": ["parallel.strategy=zero1"],
+    "tensor": ["parallel.tensor=2"],
+    "pipeline": ["parallel.pipeline=2"],
+    "sequence": ["parallel.sequence=2"],
+}
+YAML = """
+model: {model}
+data: {{train: [{data}], max_length: 256}}
+optim: {{lr: 5e-3, warmup: 0}}
+train: {{max_steps: 3, global_batch: 4, precision: fp32}}
+log: {{to: []}}
+output: {output}
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Each family by one process, and by two under some splits; one of them under all, and with adapters."""
+    folder, tokenizer = tmp_path_factory.mktemp("towers"), build_tiny_tokenizer()
+    data = write_conversations(folder / "chats.jsonl", 16)
+    alone, shared = [], []
+    for name in FAMILIES:
+        model = write_family(folder / name, name, tokenizer=tokenizer)
+        yaml = folder / f"{name}.yaml"
+        yaml.write_text(YAML.format(model=model, data=data, output=folder / "out"), encoding="utf-8")
+        alone.append((str(yaml), [], folder / "runs" / f"{name}-single"))
+        splits = SPLITS if name == "gemma3" else {key: SPLITS[key] for key in ("ddp", "fsdp")}
+        shared += [(str(yaml), own, folder / "runs" / f"{name}-{split}") for split, own in splits.items()]
+        if name == "gemma3":
+            alone.append((str(yaml), LORA, folder / "runs" / f"{name}-lora"))
+            shared += [
+                (str(yaml), [*own, *LORA], folder / "runs" / f"{name}-lora-{split}") for split, own in splits.items()
+            ]
+    train_all(alone, 1)
+    train_all(shared, 2)
+    return folder
+
+
+def result_of(folder, run):
+    (file,) = (folder / "runs" / run / "final").glob("*.safetensors")
+    return load_file(file)
+
+
+def losses_of(folder, run):
+    lines = (folder / "runs" / run / "events" / "run.jsonl").read_text(encoding="utf-8").splitlines()
+    return [event["loss"] for event in map(json.loads, lines) if event["type"] == "step"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_text_trains_what_reads_text_and_leaves_the_towers(runs, name):
+    before, after = load_file(runs / name / "model.safetensors"), result_of(runs, f"{name}-single")
+    assert after.keys() == before.keys(), "the result is the whole model, by its own names"
+    towers = {key for key in before if key.startswith(TOWERS[name])}
+    assert towers and all(torch.equal(before[key], after[key]) for key in towers)
+    others = before.keys() - towers
+    assert all(not torch.equal(before[key], after[key]) for key in others), "all the rest has learned"
+    shape = read_shape(runs / name)
+    assert shape.num_parameters == sum(before[key].numel() for key in others)
+    assert shape.num_beside == sum(before[key].numel() for key in towers)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_and_gradients_are_those_of_transformers_alone(name):
+    with tempfile.TemporaryDirectory() as folder:
+        plain = load_plain(write_family(Path(folder), name))
+        tested = SelfTest(family_config(name))
+        assert tested.layout == "packed"
+        assert distance_from_alone(plain, Path(folder), "packed", tested) < EXACT
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", ["", "lora-"])
+def test_any_split_learns_what_one_process_learns(runs, split, kind):
+    compare(runs, f"gemma3-{kind.rstrip('-') or 'single'}", f"gemma3-{kind}{split}")
+
+
+@pytest.mark.parametrize("split", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", FAMILIES[1:])
+def test_and_so_do_other_families(runs, name, split):
+    compare(runs, f"{name}-single", f"{name}-{split}")
+
+
+def compare(runs, one, two):
+    wanted, found = result_of(runs, one), result_of(runs, two)
+    assert found.keys() == wanted.keys()
+    for key in wanted:
+        torch.testing.assert_close(found[key], wanted[key], rtol=1e-4, atol=1e-4, msg=key)
+    losses = losses_of(runs, one)
+    assert losses_of(runs, two) == pytest.approx(losses, rel=1e-5) and len(losses) == 3
+
+
+def test_adapters_lie_beside_what_reads_text_alone(runs):
+    """And say so to whoever loads them."""
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    adapters = result_of(runs, "gemma3-lora")
+    assert adapters and all(".language_model." in key for key in adapters)
+    base = AutoModelForImageTextToText.from_pretrained(runs / "gemma3")
+    lm = PeftModel.from_pretrained(base, str(runs / "runs" / "gemma3-lora" / "final"))
+    adapted = {name for name, module in lm.named_modules() if hasattr(module, "lora_A")}
+    assert len(adapted) == len(adapters) // 2 and all(".language_model." in name for name in adapted)
