@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import EXACT, distance_from_alone, family_config, load_plain, write_family
 from safetensors.torch import load_file
-from tiny import build_tiny_tokenizer, write_conversations
+from tiny import build_tiny_tokenizer, write_conversations, write_pairs
 from worlds import train_all
 
 from duoka.model.exactness import SelfTest
@@ -47,6 +47,7 @@ def runs(tmp_path_factory):
     alone, shared = [], []
     for name in FAMILIES:
         model = write_family(folder / name, name, tokenizer=tokenizer)
+        (model / "preprocessor_config.json").write_text('{"size": 14}', encoding="utf-8")
         yaml = folder / f"{name}.yaml"
         yaml.write_text(YAML.format(model=model, data=data, output=folder / "out"), encoding="utf-8")
         alone.append((str(yaml), [], folder / "runs" / f"{name}-single"))
@@ -57,6 +58,9 @@ def runs(tmp_path_factory):
             shared += [
                 (str(yaml), [*own, *LORA], folder / "runs" / f"{name}-lora-{split}") for split, own in splits.items()
             ]
+    pairs = write_pairs(folder / "pairs.jsonl", 8)
+    scoring = ["stage=reward", f"data.train=[{pairs}]"]
+    alone.append((str(folder / "gemma3.yaml"), scoring, folder / "runs" / "gemma3-scores"))
     train_all(alone, 1)
     train_all(shared, 2)
     return folder
@@ -80,6 +84,7 @@ def test_a_text_trains_what_reads_text_and_leaves_the_towers(runs, name):
     assert towers and all(torch.equal(before[key], after[key]) for key in towers)
     others = before.keys() - towers
     assert all(not torch.equal(before[key], after[key]) for key in others), "all the rest has learned"
+    assert (runs / "runs" / f"{name}-single" / "final" / "preprocessor_config.json").is_file()
     shape = read_shape(runs / name)
     assert shape.num_parameters == sum(before[key].numel() for key in others)
     assert shape.num_beside == sum(before[key].numel() for key in towers)
@@ -113,6 +118,13 @@ def compare(runs, one, two):
         torch.testing.assert_close(found[key], wanted[key], rtol=1e-4, atol=1e-4, msg=key)
     losses = losses_of(runs, one)
     assert losses_of(runs, two) == pytest.approx(losses, rel=1e-5) and len(losses) == 3
+
+
+def test_a_head_for_scores_learns_too(runs):
+    before, after = load_file(runs / "gemma3" / "model.safetensors"), result_of(runs, "gemma3-scores")
+    assert after["score.weight"].abs().max() > 0
+    same = {key for key in before if torch.equal(before[key], after[key])}
+    assert same == {key for key in before if key.startswith(TOWERS["gemma3"])}
 
 
 def test_adapters_lie_beside_what_reads_text_alone(runs):

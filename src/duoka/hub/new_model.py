@@ -26,6 +26,7 @@ TOKENIZER_FILES = (
     "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 MORE_TEMPLATES = "additional_chat_templates/*.jinja"  # one for tools, mostly
 
 
@@ -39,6 +40,13 @@ def copy_tokenizer_files(source: Path, target: Path) -> None:
     for name in tokenizer_files(source):
         (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, target / name)
+
+
+def copy_processor_files(source: Path, target: Path) -> None:
+    """How images and sound become what a model's towers read."""
+    for name in PROCESSOR_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def is_new(folder: Path) -> bool:

@@ -21,6 +21,7 @@ import torch
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.errors import ConfigError, DuokaError, StorageError, typed
 from duoka.hub.base import write_base
+from duoka.hub.new_model import copy_processor_files
 from duoka.hub.saving import without_deepspeed
 from duoka.model.build import load_model, quiet_loading
 from duoka.model.dtypes import BY_PRECISION, narrow
@@ -120,6 +121,7 @@ def export_model(
             lm.save_pretrained(os.fspath(draft), **most)  # type: ignore[operator]
         name_dtype(draft, dtype)
         sources.copy_tokenizer(draft)
+        copy_processor_files(sources.base, draft)
         with quiet_loading():
             written = load_model(
                 ModelRequest(draft, dtype=torch.float32, attention="sdpa", trust_remote_code=sources.trust_remote_code)

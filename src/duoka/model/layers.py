@@ -43,12 +43,14 @@ def text_decoder(core: torch.nn.Module) -> torch.nn.Module | None:
 
 def beside_text(core: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The outermost modules with weights that no text reaches: towers for images and sound, and what leads from them
-    to the words."""
+    to the words. They stand beside the decoder; heads stand above both."""
     decoder = text_decoder(core)
     if decoder is None:
         return {}
     ends = (core.get_input_embeddings(), core.get_output_embeddings())  # type: ignore[operator]
     read = {id(module) for part in (decoder, *ends) if part is not None for module in part.modules()}
+    base = core.base_model
+    assert isinstance(base, torch.nn.Module)
     found: dict[str, torch.nn.Module] = {}
 
     def look(module: torch.nn.Module, path: str) -> None:
@@ -59,7 +61,7 @@ def beside_text(core: torch.nn.Module) -> dict[str, torch.nn.Module]:
             elif id(child) not in read:
                 look(child, f"{path}{name}.")
 
-    look(core, "")
+    look(base, next(f"{name}." if name else "" for name, module in core.named_modules() if module is base))
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from duoka.hub.base import write_base
-from duoka.hub.new_model import MORE_TEMPLATES, copy_tokenizer_files
+from duoka.hub.new_model import MORE_TEMPLATES, copy_processor_files, copy_tokenizer_files
 from duoka.hub.saving import without_deepspeed
 from duoka.model.dtypes import stays_wide
 from duoka.model.lora import save_adapter
@@ -46,6 +46,7 @@ def write_result(
             write_base(base_folder, draft)
         else:
             _write_full(lm, lm.state_dict() if state is None else state, dtype or base_dtype(base_folder), draft)
+            copy_processor_files(base_folder, draft)
         copy_tokenizer(tokenizer_folder or base_folder, draft, chat_template)
         write_beside(beside or {}, draft)
         put_in_place(draft, final)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from duoka.comm.world import World, close_side_world, open_side_world
 from duoka.errors import StorageError
+from duoka.hub.new_model import copy_processor_files
 from duoka.hub.saving import without_deepspeed
 from duoka.model.dtypes import stays_wide
 from duoka.model.result import (
@@ -122,6 +123,7 @@ def _write_final(
         with _shared_fault(side, final):
             if told is not None:
                 copy_tokenizer(told.tokenizer, Path(draft.folder), told.chat_template)
+                copy_processor_files(told.base, Path(draft.folder))
                 write_beside(told.beside, Path(draft.folder))
                 put_in_place(Path(draft.folder), final)
                 for left in final.parent.glob(f".{final.name}.*"):  # by a process that was killed in here
