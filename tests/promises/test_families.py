@@ -120,7 +120,7 @@ def test_what_duoka_chooses_by_itself_is_exact(name):
         assert row.packed is None or row.packed > EXACT, f"it could be packed: {row}"
     if row.rows in ("as written", "refused"):
         assert row.padded is None or row.padded > EXACT, f"it could be padded: {row}"
-    if row.rows == "refused":
+    if row.rows == "refused" and "is off by" not in row.why:  # by other documents than these (Doge looks at padding)
         assert row.written is None or row.written > EXACT, f"its own attention would do: {row}"
 
 

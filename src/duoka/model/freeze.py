@@ -9,14 +9,18 @@ import torch
 
 from duoka.config.schema import TrainOnlyConfig
 from duoka.errors import ConfigError
-from duoka.model.layers import beside_text, text_decoder
+from duoka.model.layers import text_decoder, text_modules
 from duoka.plan.trained_weights import layer_numbers
 
 
 def freeze_beside_text(model: torch.nn.Module) -> None:
     """Towers for images and sound: a text has no gradient for them, and they go into the result as they came."""
-    for module in beside_text(model).values():
-        module.requires_grad_(False)
+    if (reads_text := text_modules(model)) is None:
+        return
+    trained = {id(parameter) for module in reads_text for parameter in module.parameters()}
+    for parameter in model.base_model.parameters():  # type: ignore[union-attr, operator]
+        if id(parameter) not in trained:
+            parameter.requires_grad_(False)
 
 
 def apply_train_only(model: torch.nn.Module, chosen: TrainOnlyConfig) -> None:

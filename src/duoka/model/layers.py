@@ -41,14 +41,20 @@ def text_decoder(core: torch.nn.Module) -> torch.nn.Module | None:
     return decoder if isinstance(decoder, torch.nn.Module) and decoder is not core else None
 
 
+def text_modules(core: torch.nn.Module) -> list[torch.nn.Module] | None:
+    """That, the embedding and the head."""
+    if (decoder := text_decoder(core)) is None:
+        return None
+    ends = (core.get_input_embeddings(), core.get_output_embeddings())  # type: ignore[operator]
+    return [part for part in (decoder, *ends) if part is not None]
+
+
 def beside_text(core: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The outermost modules with weights that no text reaches: towers for images and sound, and what leads from them
     to the words. They stand beside the decoder; heads stand above both."""
-    decoder = text_decoder(core)
-    if decoder is None:
+    if (reads_text := text_modules(core)) is None:
         return {}
-    ends = (core.get_input_embeddings(), core.get_output_embeddings())  # type: ignore[operator]
-    read = {id(module) for part in (decoder, *ends) if part is not None for module in part.modules()}
+    read = {id(module) for part in reads_text for module in part.modules()}
     base = core.base_model
     assert isinstance(base, torch.nn.Module)
     found: dict[str, torch.nn.Module] = {}

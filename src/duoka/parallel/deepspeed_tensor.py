@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,7 +44,8 @@ def cut_by_autotp(bare: torch.nn.Module, mesh: Mesh) -> None:
         for key, parameter in core.get_submodule(name).named_parameters(recurse=False)
     }
     autotp = _autotp(core, parts, size)
-    autotp._replace_module(core)
+    with _same_sizes(core):
+        autotp._replace_module(core)
     setattr(bare, _AUTOTP, autotp)
     bare.ds_autotp_parsed = True  # type: ignore[assignment]  # DeepSpeed's own mark: it cuts nothing again
     for name, shape in whole.items():
@@ -57,6 +58,16 @@ def cut_by_autotp(bare: torch.nn.Module, mesh: Mesh) -> None:
             raise ConfigError(f"parallel.tensor is {size}, and DeepSpeed's {what}", fix=NATIVELY)
         first = mesh.tensor.rank * parameter.shape[dim]
         note_part(parameter, TensorPart(shape, dim, first, mesh.tensor.group))
+
+
+@contextlib.contextmanager
+def _same_sizes(core: torch.nn.Module) -> Iterator[None]:
+    """AutoTP divides whatever of a module is called num_heads or embed_dim. transformers' models count heads by the
+    tensors that they get, and CodeGen finds its queries by the whole width."""
+    before = {module: {key: one for key, one in vars(module).items() if type(one) is int} for module in core.modules()}
+    yield
+    for module in core.modules():
+        vars(module).update(before.get(module, {}))
 
 
 def _autotp(core: torch.nn.Module, parts: dict[str, Part], size: int) -> Any:
