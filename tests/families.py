@@ -51,6 +51,15 @@ SETTINGS = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
 }
+# Shares of the rotary frequencies for time, height and width; all checkpoints have them, and the classes assume none.
+_THREE_POSITIONS = {
+    (16, 24, 24): ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker"),
+    (8, 12, 12): ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glmga"),
+    (24, 20, 20): ("qwen3_vl", "qwen3_vl_moe"),
+}
+for _section, _names in _THREE_POSITIONS.items():
+    _rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(_section)}
+    SETTINGS |= {_name: {"text_config": {"rope_parameters": _rope}} for _name in _names}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 BREAKS = (
     RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError, AssertionError, ArithmeticError,
@@ -76,6 +85,11 @@ def all_families() -> list[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def seeing_families() -> list[str]:
+    """Those of transformers' models for images and text that learn from text here, as docs/models.md has them."""
+    return sorted(written_lines().keys() - set(all_families()))
 
 
 def family_config(model_type: str):
@@ -247,17 +261,18 @@ def write_table(rows: list[Row]) -> None:
     before, rest = TABLE.read_text(encoding="utf-8").split(BEGIN)
     _, after = rest.split(END)
     known = written_lines() | {row.model_type: line_of(row) for row in rows}
-    lines = {name: known[name] for name in all_families()}
+    lines = {name: known[name] for name in sorted({*all_families(), *known})}
     TABLE.write_text("\n".join((before + BEGIN, *lines_of(lines), END + after)), encoding="utf-8")
 
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     rows = []
-    for name in names or all_families():
+    for name in names or [*all_families(), *seeing_families()]:
         rows.append(measure_family(name))
         print(rows[-1], file=sys.stderr, flush=True)
-    write_table(rows)
+    causal = set(all_families())
+    write_table([row for row in rows if row.model_type in causal or row.rows not in ("not built", "refused")])
 
 
 if __name__ == "__main__":

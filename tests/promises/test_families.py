@@ -6,7 +6,7 @@ The plain loop sees one conversation at a time, through transformers' own attent
 import json
 
 import pytest
-from families import EXACT, SHOWN, all_families, measure_family, write_family, written_rows
+from families import EXACT, SHOWN, all_families, measure_family, seeing_families, write_family, written_rows
 from needs import since
 from oracle import train as oracle_train
 from safetensors.torch import load_file
@@ -109,7 +109,7 @@ def test_a_run_says_when_it_pads(case, name):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", all_families())
+@pytest.mark.parametrize("name", [*all_families(), *seeing_families()])
 def test_what_duoka_chooses_by_itself_is_exact(name):
     row = measure_family(name)
     assert written_rows()[name] == SHOWN[row.rows], row
@@ -126,4 +126,4 @@ def test_what_duoka_chooses_by_itself_is_exact(name):
 
 @since(transformers="5.24")
 def test_the_documents_speak_of_every_family():
-    assert sorted(written_rows()) == all_families()
+    assert written_rows().keys() >= set(all_families())

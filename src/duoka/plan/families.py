@@ -41,7 +41,8 @@ class Family:
     qk_norm: Literal["none", "head", "full", "asked"] = "none"  # over one head, over a projection, or use_qk_norm
     block_norms: int = 2  # norms of width hidden_size in each layer
     norm_terms: int = 1  # 1: a scale; 2: a scale and a shift
-    norm: Literal["rms", "wide", "shifted"] = "rms"  # of one term; shifted: 1 + scale; wide: multiplied in fp32
+    # Of one term; shifted: 1 + scale; wide: multiplied in fp32. Of two, narrow: autocast on a GPU narrows what it reads.
+    norm: Literal["rms", "wide", "shifted", "narrow"] = "rms"
     post_norms: int = 0  # of the block's norms, those behind attention and MLP
     parallel: bool | str = False  # attention and MLP read the same
     act: str = "silu"  # where config.json names none
@@ -145,7 +146,7 @@ FAMILIES: dict[str, Family] = {
     "ministral3": Family(windows="all", defaults={"num_key_value_heads": 8, "head_dim": 128}),
     "cwm": Family(mlp_bias="mlp_bias", windows=4, defaults={"num_key_value_heads": 8, "head_dim": 128}),
     "arcee": Family(**_LLAMA_BIASES, mlp="plain", act="relu2"),
-    "nemotron": Family(**_LLAMA_BIASES, norm_terms=2, mlp="plain", act="relu2"),
+    "nemotron": Family(**_LLAMA_BIASES, norm_terms=2, norm="narrow", mlp="plain", act="relu2"),
     "stablelm": Family(qkv_bias="use_qkv_bias", norm_terms=2),
     "exaone4": Family(post_norms=2, qk_norm="head", windows=4, defaults={"num_key_value_heads": 32}),
     "starcoder2": Family(

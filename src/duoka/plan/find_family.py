@@ -40,7 +40,7 @@ def parts_of(family: Family, facts: Mapping[str, Any]) -> LayerParts:
     read = {**family.defaults, **facts}
     named = next((str(read[key]) for key in _ACTS if read.get(key)), family.act)
     return LayerParts(
-        norm="layer" if family.norm_terms > 1 else family.norm,
+        norm="layer" if family.norm_terms > 1 and family.norm != "narrow" else family.norm,
         post_norms=family.post_norms,
         parallel=bool(read.get(family.parallel) if isinstance(family.parallel, str) else family.parallel),
         joined_gate=family.mlp == "fused",

@@ -88,18 +88,25 @@ def _norm_reads(kind: str, width: int, how: Means) -> int:
     """Of an input of `width` bytes a number."""
     if how.compiled:  # whatever it is made of is computed again
         return width
-    if kind == "layer":
-        return _WIDE if how.on_gpu else width
+    if kind in _LAYER_NORMS:
+        return _layer_norm_width(kind, width, how)
     if _is_one_kernel(width, how):
         return width
     return _WIDE + (2 if kind == "rms" else _WIDE) * how.learns  # x.float(), and what its weight is multiplied with
 
 
+_LAYER_NORMS = ("layer", "narrow")
+
+
+def _layer_norm_width(kind: str, width: int, how: Means) -> int:
+    return width if not how.on_gpu else how.size if kind == "narrow" else _WIDE
+
+
 def _norm_gives(kind: str, width: int, how: Means) -> int:
     if how.compiled:
         return how.size
-    if kind == "layer":
-        return _WIDE if how.on_gpu else width
+    if kind in _LAYER_NORMS:
+        return _layer_norm_width(kind, width, how)
     return how.size if how.on_gpu or how.kernels else width
 
 
@@ -110,7 +117,7 @@ def _is_one_kernel(width: int, how: Means) -> bool:
 
 def _is_remade(kind: str, how: Means) -> bool:
     """What a norm gives, where adapters alone read it."""
-    return how.remakes and kind != "layer" and _is_one_kernel(how.stream, how)
+    return how.remakes and kind not in _LAYER_NORMS and _is_one_kernel(how.stream, how)
 
 
 def _products_keep(count: int, width: int, how: Means) -> int:
@@ -173,7 +180,7 @@ def _kept_by_latent_attention(shape: ModelShape, how: Means) -> float:
 # Tensors of an MLP without a gate: the product and its activation, of which one is enough.
 _PLAIN = {"relu": 1}
 _OWN_GATES = ("silu", "gelu", "gelu_pytorch_tanh")  # model/gates.py
-_OWN_ACTS = (*_OWN_GATES, "gelu_new", "gelu_fast")  # of those without a gate: model/fused.py
+_OWN_ACTS = (*_OWN_GATES, "gelu_new", "gelu_fast", "relu2")  # of those without a gate: model/fused.py
 _GATED = 4  # with a gate, as the model writes it: gate, its activation, the other product, both multiplied
 _CLAMPED = 7  # and cut off, as gpt-oss does
 

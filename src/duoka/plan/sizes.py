@@ -63,7 +63,8 @@ class LayerParts:
     """How a layer is computed, where that decides what is kept of it (layer_parts.py)."""
 
     # shifted: x (1 + weight), in fp32 (Gemma); wide: x weight in fp32, and then rounded (OLMo 2).
-    norm: Literal["rms", "wide", "shifted", "layer"] = "rms"
+    # narrow: a layer norm that reads what a GPU's autocast has narrowed (Nemotron).
+    norm: Literal["rms", "wide", "shifted", "layer", "narrow"] = "rms"
     post_norms: int = 0  # of the block's norms, those behind attention and MLP
     parallel: bool = False  # attention and MLP read the same
     joined_gate: bool = False  # one product gives gate and up
