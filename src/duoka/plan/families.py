@@ -41,7 +41,7 @@ class Family:
     qk_norm: Literal["none", "head", "full", "asked"] = "none"  # over one head, over a projection, or use_qk_norm
     block_norms: int = 2  # norms of width hidden_size in each layer
     norm_terms: int = 1  # 1: a scale; 2: a scale and a shift
-    # Of one term; shifted: 1 + scale; wide: multiplied in fp32. Of two, narrow: autocast on a GPU narrows what it reads.
+    # Of one term; shifted: 1 + scale; wide: multiplied in fp32. Of two, narrow: a GPU's autocast narrows its input.
     norm: Literal["rms", "wide", "shifted", "narrow"] = "rms"
     post_norms: int = 0  # of the block's norms, those behind attention and MLP
     parallel: bool | str = False  # attention and MLP read the same
