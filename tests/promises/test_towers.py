@@ -9,7 +9,7 @@ import torch
 from families import EXACT, distance_from_alone, family_config, load_plain, write_family
 from safetensors.torch import load_file
 from tiny import build_tiny_tokenizer, write_conversations, write_pairs
-from worlds import train_all
+from worlds import run_world, train_all
 
 from duoka.model.exactness import SelfTest
 from duoka.plan.shape import read_shape
@@ -138,3 +138,53 @@ def test_adapters_lie_beside_what_reads_text_alone(runs):
     lm = PeftModel.from_pretrained(base, str(runs / "runs" / "gemma3-lora" / "final"))
     adapted = {name for name, module in lm.named_modules() if hasattr(module, "lora_A")}
     assert len(adapted) == len(adapters) // 2 and all(".language_model." in name for name in adapted)
+
+
+@pytest.mark.parametrize("kind", ["clip", "t5gemma", "llama", "bart"])
+def test_others_have_nothing_beside_what_reads_text(kind):
+    """Where no one embedding is the text's, or an encoder reads it, nothing is known of parts."""
+    from transformers import AutoConfig, AutoModel
+
+    from duoka.model.layers import beside_text, is_transformer, text_decoder
+    from duoka.model.tiny_copy import tiny_config
+
+    with torch.device("meta"):
+        model = AutoModel.from_config(tiny_config(AutoConfig.for_model(kind)))
+    assert text_decoder(model) is None and beside_text(model) == {}
+    assert is_transformer(model) == (kind in ("llama", "bart"))
+
+
+def learn_by_hand(folder, kind):
+    """People's own loops: two encoders side by side, both of which learn; on every rank the same pairs."""
+    from transformers import AutoConfig, AutoModel
+
+    from duoka import Accelerator
+    from duoka.model.tiny_copy import tiny_config
+
+    losses = {}
+    for strategy in ("ddp", "fsdp", "zero1"):
+        accelerator = Accelerator(strategy=strategy, mixed_precision="no")
+        torch.manual_seed(0)
+        model = AutoModel.from_config(tiny_config(AutoConfig.for_model(kind)))
+        size = model.config.vision_config.image_size
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        numbers = torch.Generator().manual_seed(1)
+        ids, images = torch.randint(8, 60, (3, 6), generator=numbers), torch.randn(3, 3, size, size, generator=numbers)
+        losses[strategy] = []
+        for _ in range(3):
+            loss = model(input_ids=ids, pixel_values=images, return_loss=True).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[strategy].append(float(loss.detach()))
+        accelerator.free_memory()
+    if accelerator.is_main_process:
+        (folder / f"{kind}.json").write_text(json.dumps(losses), encoding="utf-8")
+    accelerator.end_training()
+
+
+def test_two_encoders_side_by_side_are_shared_out_in_loops_of_ones_own(tmp_path):
+    run_world(2, learn_by_hand, tmp_path, "siglip")
+    losses = json.loads((tmp_path / "siglip.json").read_text(encoding="utf-8"))
+    assert losses["ddp"][0] > losses["ddp"][-1]
+    assert losses["fsdp"] == pytest.approx(losses["ddp"], rel=1e-5) == losses["zero1"]

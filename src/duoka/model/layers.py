@@ -32,13 +32,18 @@ def is_transformer(core: torch.nn.Module) -> bool:
 
 
 def text_decoder(core: torch.nn.Module) -> torch.nn.Module | None:
-    """What reads text in a model that has more, such as a tower for images; None where there is nothing else."""
+    """What reads text in a model that has more, such as a tower for images; None where there is nothing else, where an
+    encoder reads the text, and where no one embedding does (CLIP's two towers)."""
     config: Any = getattr(core, "config", None)
     find_config, find = getattr(config, "get_text_config", None), getattr(core, "get_decoder", None)
-    if not callable(find_config) or find_config() is config or not callable(find):
+    if not callable(find_config) or find_config() is config or not callable(find) or config.is_encoder_decoder:
         return None
-    decoder = find()
-    return decoder if isinstance(decoder, torch.nn.Module) and decoder is not core else None
+    try:
+        words, decoder = core.get_input_embeddings(), find()  # type: ignore[operator]
+    except (NotImplementedError, AttributeError):
+        return None
+    is_part = isinstance(decoder, torch.nn.Module) and decoder is not core
+    return decoder if is_part and any(module is words for module in decoder.modules()) else None
 
 
 def text_modules(core: torch.nn.Module) -> list[torch.nn.Module] | None:
