@@ -40,7 +40,7 @@ def text_decoder(core: torch.nn.Module) -> torch.nn.Module | None:
         return None
     try:
         words, decoder = core.get_input_embeddings(), find()  # type: ignore[operator]
-    except (NotImplementedError, AttributeError):
+    except (RuntimeError, AttributeError):  # transformers does not know which, or there are two
         return None
     is_part = isinstance(decoder, torch.nn.Module) and decoder is not core
     return decoder if is_part and any(module is words for module in decoder.modules()) else None
