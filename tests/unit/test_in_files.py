@@ -51,6 +51,24 @@ def test_all_types_without_a_row(tmp_path, name):
     compare(tmp_path, name)
 
 
+def test_towers_whose_files_are_not_here_are_guessed(tmp_path):
+    """Of the tower of Gemma 3's models, and of Qwen2.5-VL's, whose MLP has a gate."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from duoka.model.layers import beside_text
+
+    sizes = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+    for name, near, vision in (("gemma3", 0.06, sizes), ("qwen2_5_vl", 0.3, {})):
+        config = AutoConfig.for_model(name)
+        vars(config.vision_config).update(vision)
+        config.text_config.num_hidden_layers = 1
+        config.save_pretrained(tmp_path)
+        with torch.device("meta"):
+            towers = beside_text(AutoModelForImageTextToText.from_config(config))
+        true = sum(one.numel() for tower in towers.values() for one in tower.parameters())
+        assert read_shape(tmp_path).num_beside == pytest.approx(true, rel=near), name
+
+
 def test_what_is_packed_damaged_or_absent_is_not_counted(tmp_path):
     write_family(tmp_path, "mamba2")
     facts = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))

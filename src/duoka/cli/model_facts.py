@@ -22,7 +22,7 @@ def read_model_shape(model: ModelConfig, base: Path, facts: Mapping[str, Any] | 
 
     facts = read_model_facts(model, base) if facts is None else facts
     shape, folder = shape_from_config(facts, where=model.title), known_folder(model, base)
-    return shape if folder is None or model.from_scratch else as_in_files(shape, folder, facts)
+    return shape if model.from_scratch else as_in_files(shape, folder, facts)
 
 
 def shape_for_axes(config: RunConfig, base: Path) -> ModelShape | None:

@@ -32,6 +32,11 @@ _TOWERS_WITHIN = {"phi4_multimodal"}  # in what reads text, and trained with it
 _TEXT_ALONE = {"dots3_note", "emu3", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp"}
 
 
+# What configs of towers call their layers, their width, and that of their MLPs.
+_SIZES = (
+    ("num_hidden_layers", "depth", "num_layers", "encoder_layers"), ("hidden_size", "embed_dim", "d_model"),
+    ("intermediate_size", "encoder_ffn_dim", "mlp_dim"),
+)  # fmt: skip
 # What only models have that read more than text.
 _TOWERS = ("text_config", "vision_config", "audio_config")
 
@@ -47,13 +52,16 @@ class InFiles:
     has_head: bool  # of its own
 
 
-def as_in_files(shape: ModelShape, folder: Path, facts: Mapping[str, Any]) -> ModelShape:
-    """`shape` with what a config does not tell: towers, and the weights of a type that is not in the table."""
-    if (shape.exact and not any(isinstance(facts.get(key), dict) for key in _TOWERS)) or shape.packed_by:
+def as_in_files(shape: ModelShape, folder: Path | None, facts: Mapping[str, Any]) -> ModelShape:
+    """`shape` with what a config does not tell: towers, and the weights of a type that is not in the table.
+
+    Of files that are not here, or packed, towers are guessed.
+    """
+    if shape.exact and not any(isinstance(facts.get(key), dict) for key in _TOWERS):
         return shape
-    found = count_in_files(folder, facts)
+    found = None if folder is None or shape.packed_by else count_in_files(folder, facts)
     if found is None:
-        return shape
+        return replace(shape, num_beside=_guess_towers(facts))
     shape = replace(shape, num_beside=found.beside, tied=not found.has_head)
     if shape.exact:
         return shape
@@ -64,6 +72,21 @@ def as_in_files(shape: ModelShape, folder: Path, facts: Mapping[str, Any]) -> Mo
         num_tables=found.tables - shape.num_embedding,
         num_more=found.in_layers + found.ends - shape.num_in_layers - ends,
     )
+
+
+def _guess_towers(facts: Mapping[str, Any]) -> int:
+    """Attention's four matrices and the MLP's two of each layer."""
+    if facts.get("model_type") in _TEXT_ALONE | _TOWERS_WITHIN:
+        return 0
+    total = 0
+    for key in ("vision_config", "audio_config"):
+        sizes = facts.get(key)
+        if isinstance(sizes, dict):
+            layers, width, inside = (
+                next((sizes[name] for name in names if isinstance(sizes.get(name), int)), 0) for names in _SIZES
+            )
+            total += layers * (4 * width * width + 2 * width * (inside or 4 * width))
+    return total
 
 
 def count_notes(shape: ModelShape) -> tuple[str, ...]:
