@@ -272,7 +272,9 @@ def main(names: list[str]) -> None:
         rows.append(measure_family(name))
         print(rows[-1], file=sys.stderr, flush=True)
     causal = set(all_families())
-    write_table([row for row in rows if row.model_type in causal or row.rows not in ("not built", "refused")])
+    found = {"packed": "packed", "padded": "padded", "as written": "written"}
+    learns = {row.model_type for row in rows if row.rows in found and getattr(row, found[row.rows]) is not None}
+    write_table([row for row in rows if row.model_type in causal or row.model_type in learns])
 
 
 if __name__ == "__main__":
