@@ -27,11 +27,9 @@ _LAYER = re.compile(r"(^|\.)(layers|h|blocks?)\.\d+\.")
 _TABLE = re.compile(r"(^|\.)embed\w*\.weight$|(^|\.)w[tp]e\.weight$")
 # Layers that guess further words, and buffers: transformers loads neither.
 _NOT_LOADED = re.compile(r"(^|\.)mtp\.|\.inv_freq$")
-# Of these, transformers' language model is the part that reads text alone, and the rest stays in the files.
 _TOWERS_WITHIN = {"phi4_multimodal"}  # in what reads text, and trained with it
+# Of these, transformers' language model is the part that reads text alone, and the rest stays in the files.
 _TEXT_ALONE = {"dots3_note", "emu3", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp"}
-
-
 # What configs of towers call their layers, their width, and that of their MLPs.
 _SIZES = (
     ("num_hidden_layers", "depth", "num_layers", "encoder_layers"), ("hidden_size", "embed_dim", "d_model"),
