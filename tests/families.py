@@ -46,6 +46,7 @@ SETTINGS = {
         },
     },
     "deepseek_v2": {"num_experts_per_tok": 6, "topk_group": 3, "n_group": 8},
+    "emu3": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6}},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 6},
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention", "mamba", "attention"]},
     "hunyuan_v1_dense": {"head_dim": 128},
@@ -152,14 +153,14 @@ def measure_family(model_type: str) -> Row:
 
 
 def load_plain(folder: Path):
-    """By transformers alone: a language model, or one that reads images too."""
+    """By transformers alone: a model that reads images too, or a language model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     how = {"dtype": torch.float32, "attn_implementation": "eager"}
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, **how).eval()
-    except ValueError:
         return AutoModelForImageTextToText.from_pretrained(folder, **how).eval()
+    except ValueError:
+        return AutoModelForCausalLM.from_pretrained(folder, **how).eval()
 
 
 def distance_from_alone(plain, folder: Path, rows: str, tested) -> float | None:

@@ -26,11 +26,12 @@ output: {output}
 # model type -> (strategy, how its rows are laid out). Layers that drop borders, that hold state, other names for sizes,
 # learned positions, windows, soft caps, sinks, factors on the logits, a head of more than a matrix.
 FAMILIES = {
-    "nemotron": ("ddp", "padded"),
-    "stablelm": ("ddp", "padded"),
-    "lfm2": ("ddp", "padded"),
-    "bamba": ("ddp", "padded"),
-    "recurrent_gemma": ("ddp", "padded"),
+    "nemotron": ("ddp", "packed"),
+    "stablelm": ("ddp", "packed"),
+    "lfm2": ("ddp", "packed"),
+    "bamba": ("ddp", "packed"),
+    "recurrent_gemma": ("ddp", "packed"),
+    "openai-gpt": ("ddp", "padded"),
     "gpt2": ("ddp", "packed"),
     "opt": ("fsdp", "packed"),
     "gemma2": ("ddp", "packed"),

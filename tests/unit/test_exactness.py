@@ -82,22 +82,20 @@ def test_a_llama_is_packed_with_our_head(tmp_path, fresh):
     assert not find_passes(run_config(folder).model, folder, packing=True).own_logits
 
 
-def test_layers_that_drop_the_borders_are_padded_with_a_note(tmp_path, fresh):
-    folder = config_folder(tmp_path, "stablelm")
-    rows = choose_rows(run_config(folder), folder)
-    assert not rows.packing
-    (note,) = rows.notes
-    assert "stablelm" in note and "do not hand the documents' borders" in note and "%" in note
+@pytest.mark.parametrize("model_type", ["stablelm", "lfm2", "qwen3_5_text"])
+def test_layers_that_drop_the_borders_or_hold_state_are_told_of_them(tmp_path, fresh, model_type):
+    rows = choose_rows(run_config(config_folder(tmp_path, model_type)), tmp_path)
+    assert rows.packing and not rows.notes
 
 
-def test_layers_that_hold_state_are_padded_with_a_note(tmp_path, fresh):
-    folder = config_folder(tmp_path, "lfm2")
+def test_what_packing_would_change_is_padded_with_a_note(tmp_path, fresh):
+    folder = config_folder(tmp_path, "bart")
     (note,) = choose_rows(run_config(folder), folder).notes
-    assert "states of its layers run on" in note
+    assert "bart" in note and "states of its layers run on" in note and "%" in note
 
 
 def test_packing_that_was_asked_for_and_is_not_exact_is_refused(tmp_path, fresh):
-    folder = config_folder(tmp_path, "stablelm")
+    folder = config_folder(tmp_path, "bart")
     with pytest.raises(ConfigError, match=r"data\.packing is true, and documents of .* see each other"):
         choose_rows(run_config(folder, packing=True), folder)
     with pytest.raises(ConfigError, match="stage pretrain learns rows that hold several documents"):
@@ -108,7 +106,7 @@ def test_packing_that_was_asked_for_and_is_not_exact_is_refused(tmp_path, fresh)
 
 @pytest.mark.parametrize("asked", [{"packing": False}, {"strategy": "dp"}])
 def test_padding_that_was_asked_for_needs_no_note(tmp_path, fresh, asked):
-    folder = config_folder(tmp_path, "stablelm")
+    folder = config_folder(tmp_path, "bart")
     rows = choose_rows(run_config(folder, **asked), folder)
     assert not rows.packing and not rows.notes
 
@@ -192,6 +190,7 @@ def test_windows_are_tried_at_lengths_that_leave_them(monkeypatch):
         forgotten = ("sliding_window",)
         assert SelfTest(config).layout == "as written"
         forgotten = ("cu_seq_lens_q", "documents")
+        monkeypatch.setattr(attention, "documents_read", lambda *_: None)  # those of the pass, in their place
         assert SelfTest(config).layout == "padded"
     finally:
         right()

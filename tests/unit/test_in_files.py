@@ -13,11 +13,11 @@ from duoka.plan.shape import read_shape
 
 # Mamba in place of attention, layers of several kinds, tables beside the embedding, norms without weights, no gate.
 KINDS = ("mamba2", "nemotron_h", "jamba", "lfm2", "gemma4_text", "gemma3n_text", "qwen3_5", "deepseek_v4", "cohere2")
-SEEING = ("gemma3", "mistral3", "qwen3_vl", "internvl", "llava_onevision", "smolvlm")
+SEEING = ("gemma3", "mistral3", "qwen3_vl", "internvl", "llava_onevision", "smolvlm", "qwen3_5", "mllama")
 # transformers stores buffers with these, which are no parameters: of the tiny ones they are a share that is seen.
 WITH_BUFFERS = {"minimax": 0.08, "bigbird_pegasus": 0.02, "cpmant": 0.01}
 BROKEN = (
-    "blt", "dbrx", "dots3_note", "dots3_note_text", "emu3", "gemma3n", "gemma4_assistant", "git", "mllama", "musicgen",
+    "blt", "dbrx", "dots3_note", "dots3_note_text", "gemma3n", "gemma4_assistant", "git", "musicgen",
     "musicgen_melody", "prophetnet", "qwen4_exp", "qwen4_exp_text", "reformer", "gemma4_unified_assistant",
 )  # fmt: skip
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from duoka.model import native
-from duoka.model.documents import Documents
+from duoka.model.documents import Documents, documents_read
 from duoka.model.dtypes import computed_in
 from duoka.model.one_document import (
     UNSAID,
@@ -103,21 +103,6 @@ def register_blind_attention() -> str:
     return name
 
 
-def register_watched_attention() -> tuple[str, list[bool]]:
-    """A name for `attn_implementation`, and a list that is told of each call whether the documents' borders came."""
-    from transformers import AttentionInterface
-
-    came: list[bool] = []
-
-    def watch(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        came.append(kwargs.get("cu_seq_lens_q") is not None)
-        return attend(*args, **kwargs)
-
-    name = f"{NAME}_watched"
-    AttentionInterface.register(name, watch)
-    return name, came
-
-
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,  # (rows, heads, tokens, head_dim)
@@ -135,16 +120,20 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each document; returns (rows, tokens, heads, head_dim). `s_aux`: a sink of each head.
 
-    Of a row whose `documents` nobody measured, they are told by `cu_seq_lens_q`, as other attentions take them.
+    Of a row whose `documents` nobody measured, they are told by `cu_seq_lens_q`, as other attentions take them. Layers
+    that hand on neither (StableLM, Nemotron) are those of the pass that is going on.
     """
+    if documents is None and cu_seq_lens_q is not None:
+        documents = Documents.of(cu_seq_lens_q, query.device)
+    exchange: SequenceExchange | None = getattr(module, "sequence_exchange", None)
+    if documents is None:
+        ranks = exchange.size if exchange is not None and exchange.is_on else 1
+        documents = documents_read(query.shape[0], query.shape[2], ranks)
     if documents is not None and documents.keys is not None:
         key, value = (take_keys(states.to(computed_in(states)), documents.keys.uses) for states in (key, value))
     elif query.shape[2] != key.shape[2]:
         raise RuntimeError("duoka's attention is for training; load the model with attention='sdpa' to generate")
-    if documents is None and cu_seq_lens_q is not None:
-        documents = Documents.of(cu_seq_lens_q, query.device)
     how = Scoring(scaling, find_window(module, sliding_window), softcap, sinks=s_aux)
-    exchange: SequenceExchange | None = getattr(module, "sequence_exchange", None)
     if exchange is not None and exchange.is_on:
         return _attend_together(module, exchange, query, key, value, documents, how, dropout), None
     value = apart_from_others(value, query)

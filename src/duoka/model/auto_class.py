@@ -11,10 +11,10 @@ from typing import Any
 def language_class(config: Any) -> Any:
     """The auto class of a config; AutoModelForCausalLM says itself what it does not know."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     own_code = getattr(config, "auto_map", None) or {}
-    if AutoModelForCausalLM.__name__ in own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
+    if AutoModelForCausalLM.__name__ in own_code or not reads_images or config.model_type == "llama4":
         return AutoModelForCausalLM
-    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    return AutoModelForImageTextToText  # where both know a type (Qwen3.5), the language model leaves its towers out

@@ -23,7 +23,7 @@ from duoka.model.adapters import Earlier, refuse_unread
 from duoka.model.attention import SequenceExchange, register_attention
 from duoka.model.cached import look_further
 from duoka.model.chunks import Places
-from duoka.model.documents import Documents
+from duoka.model.documents import Documents, reading
 from duoka.model.drawing import check_harmless, has_drawn, read_generators
 from duoka.model.dropout import count_dropout
 from duoka.model.experts import use_own_experts
@@ -41,6 +41,7 @@ from duoka.model.logps import More
 from duoka.model.lora import apply_lora, keep_earlier, quiet_adapters, without_packer
 from duoka.model.loss import LIKELIHOOD, Goal
 from duoka.model.own_lengths import use_own_lengths
+from duoka.model.own_states import keep_states_apart
 from duoka.model.pipeline_stages import PipelineStages
 from duoka.model.prefixes import ShortRow
 from duoka.model.quantize import Quantization, compute_in, options_to_learn_beside
@@ -194,6 +195,7 @@ class LossModel(torch.nn.Module):
         self.goal = goal
         self.drops = count_dropout(lm)
         use_own_lengths(lm)
+        keep_states_apart(lm)
         self.may_draw = False  # what it draws was looked at, and changes nothing
         core: Any = self.core
         find_head = getattr(core, "get_output_embeddings", None)
@@ -227,8 +229,10 @@ class LossModel(torch.nn.Module):
             places = (places or Places.of(labels)).in_short_row(row.keys.places)
             token_keys = None if token_keys is None else token_keys[:, row.kept]
         entry = input_ids if hidden is None else hidden
+        boundaries = None if boundaries is None else Documents.of(boundaries, entry.device)
         inputs = (entry, labels, position_ids, boundaries, places, answer, temperature)
 
+        @reading(boundaries)
         def compute() -> tuple[torch.Tensor, torch.Tensor | None]:
             if self.steady is not None:
                 with self.steady.passing():
@@ -260,7 +264,7 @@ class LossModel(torch.nn.Module):
         entry: torch.Tensor,
         labels: torch.Tensor,
         position_ids: torch.Tensor,
-        boundaries: torch.Tensor | Documents | None,
+        boundaries: Documents | None,
         places: Places | None,
         answer: Answer,
         temperature: float = 1.0,
@@ -272,9 +276,7 @@ class LossModel(torch.nn.Module):
         options: dict[str, Any] = {"use_cache": False, "position_ids": position_ids, **unrecorded(core)}
         options["inputs_embeds" if entry.is_floating_point() else "input_ids"] = entry
         if boundaries is not None:
-            documents = Documents.of(boundaries, entry.device)
-            if self.steady is not None:
-                documents = self.steady.documents(documents)
+            documents = boundaries if self.steady is None else self.steady.documents(boundaries)
             # By the names of transformers too: layers that are no attention read where documents begin.
             options.update(documents=documents, cu_seq_lens_q=documents.edges, cu_seq_lens_k=documents.edges)
         if hands_on:
@@ -328,7 +330,8 @@ class LossModel(torch.nn.Module):
                 return int(core(**options).logits[0, -1].argmax())
             documents = Documents.of(torch.tensor([0, length]), input_ids.device)
             options.update(documents=documents, cu_seq_lens_q=documents.edges, cu_seq_lens_k=documents.edges)
-            states = core.get_decoder()(**options).last_hidden_state
+            with reading(documents):
+                states = core.get_decoder()(**options).last_hidden_state
         return int(core.get_output_embeddings()(states[:, -1:])[0, -1].argmax())  # (1, 1, vocab)
 
     def continue_from(self, input_ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:

@@ -1,10 +1,11 @@
 """Whether an architecture computes the same packed, padded and alone: tried on a tiny copy of it before a run begins.
 
-Transformers has layers that drop the documents' borders, layers whose state runs on into the next document, attention
-that reads its mask only, and heads that do more than a matrix product. None of them says so: losses are wrong and
-nothing else shows. So two short documents go through our forward pass packed into a row, or padded, and each alone
-through the model's own. What differs is padded instead, with a note; where our attention is what differs, padded rows
-go through the model's own attention; what differs then is refused. No list of families.
+Transformers has layers that drop the documents' borders, and layers whose state runs on into the next document (both
+are told of them here: own_states.py), attention that reads its mask only, and heads that do more than a matrix product.
+None of them says so: losses are wrong and nothing else shows. So two short documents go through our forward pass packed
+into a row, or padded, and each alone through the model's own. What differs is padded instead, with a note; where our
+attention is what differs, padded rows go through the model's own attention; what differs then is refused. No list of
+families.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 
 from duoka.errors import ConfigError
-from duoka.model.attention import NAME, register_attention, register_blind_attention, register_watched_attention
+from duoka.model.attention import NAME, register_attention, register_blind_attention
 from duoka.model.build import LossModel, quiet_loading
 from duoka.model.chunks import IGNORED
 from duoka.model.documents import Documents
@@ -33,6 +34,14 @@ from duoka.process.refused import refused_by_system
 # The last: padded rows through the attention that the model's own code brings, where ours computes something else.
 LayOut = Literal["packed", "padded", "as written"]
 LAYOUTS: tuple[LayOut, ...] = ("packed", "padded", "as written")
+
+# Why each is off, as far as can be seen from outside.
+_LOOKS = "its attention or its layers look at what stands to the right, or read a mask that training leaves out"
+_REASONS: dict[LayOut, str] = {
+    "packed": "positions or states of its layers run on from one document into the next",
+    "padded": _LOOKS,
+    "as written": _LOOKS,
+}
 
 # The relative error of loss and gradient above which two ways of computing are not the same. Of all architectures of
 # transformers those that are exact show at most 5e-6 in fp32, and the nearest of the others 3e-2.
@@ -212,20 +221,7 @@ class SelfTest:
                     self._shared = _try_sharing(model, batch, own_logits, alone)
                 return trials[-1]
         best = min(trials, key=lambda one: one.error)
-        return best if best.why else LayoutTrial(best.error, best.own_logits, self._reason(layout, batch))
-
-    def _reason(self, layout: LayOut, batch: dict[str, torch.Tensor]) -> str:
-        """Why it is off, as far as can be seen from outside."""
-        if layout != "packed":
-            return (
-                "its attention or its layers look at what stands to the right, or read a mask that training leaves out"
-            )
-        name, edges_seen = register_watched_attention()
-        model = build_tiny(self._tiny, name, trust_remote_code=self._trust)
-        LossModel(model, own_logits=True)(**batch)
-        if edges_seen and not all(edges_seen):
-            return "its layers do not hand the documents' borders to their attention"
-        return "positions or states of its layers run on from one document into the next"
+        return best if best.why else LayoutTrial(best.error, best.own_logits, _REASONS[layout])
 
 
 def check_architecture(folder: Path, *, trust_remote_code: bool = False) -> SelfTest:

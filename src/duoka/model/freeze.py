@@ -9,7 +9,7 @@ import torch
 
 from duoka.config.schema import TrainOnlyConfig
 from duoka.errors import ConfigError
-from duoka.model.layers import text_decoder, text_modules
+from duoka.model.layers import skipped_layers, text_decoder, text_modules
 from duoka.plan.trained_weights import layer_numbers
 
 
@@ -21,6 +21,8 @@ def freeze_beside_text(model: torch.nn.Module) -> None:
     for parameter in model.base_model.parameters():  # type: ignore[union-attr, operator]
         if id(parameter) not in trained:
             parameter.requires_grad_(False)
+    for layer in skipped_layers(model).values():
+        layer.requires_grad_(False)
 
 
 def apply_train_only(model: torch.nn.Module, chosen: TrainOnlyConfig) -> None:

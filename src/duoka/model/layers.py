@@ -76,6 +76,17 @@ def beside_text(core: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return found
 
 
+def skipped_layers(core: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Layers of the decoder that look at images alone, and are left out where a text has none (Llama 3.2 Vision)."""
+    if (decoder := text_decoder(core)) is None:
+        return {}
+    config: Any = core.config
+    numbers = getattr(config.get_text_config(), "cross_attention_layers", None) or ()
+    (prefix,) = (f"{name}." for name, module in core.named_modules() if module is decoder)
+    layers = {f"layers.{number}" for number in numbers}
+    return {prefix + name: module for name, module in decoder.named_modules() if name in layers}
+
+
 def unrecorded(core: torch.nn.Module) -> dict[str, bool]:
     """For a call of a mixture whose config says output_router_logits: without them, and without the loss made of them.
 

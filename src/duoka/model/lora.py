@@ -20,7 +20,7 @@ from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
 from duoka.model.adapters import Earlier
 from duoka.model.box import Box
-from duoka.model.layers import beside_text
+from duoka.model.layers import beside_text, skipped_layers
 from duoka.model.pissa import PissaStarts, as_plain_adapter, check_untied, draw_seed
 
 STARTS = "pissa_starts"  # where a model keeps what its adapters began with
@@ -285,7 +285,7 @@ def _find_targets(model: torch.nn.Module, targets: tuple[str, ...] | Literal["al
 
 def _not_to_adapt(model: torch.nn.Module) -> str | None:
     """A pattern of names, for PEFT: no text would give their adapters a gradient."""
-    names = "|".join(map(re.escape, beside_text(model)))
+    names = "|".join(map(re.escape, {**beside_text(model), **skipped_layers(model)}))
     return rf"({names})(\..*)?" if names else None
 
 

@@ -24,7 +24,7 @@ class ScoreModel(LossModel):
         entry: torch.Tensor,
         labels: torch.Tensor,
         position_ids: torch.Tensor,
-        boundaries: torch.Tensor | Documents | None,
+        boundaries: Documents | None,
         places: Places | None,
         answer: Answer,
         temperature: float = 1.0,
@@ -32,14 +32,13 @@ class ScoreModel(LossModel):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         core: Any = self.core
         options: dict[str, Any] = {"use_cache": False, "position_ids": position_ids, "input_ids": entry}
-        documents = None
         if boundaries is not None:
-            documents = Documents.of(boundaries, entry.device)
-            options.update(documents=documents, cu_seq_lens_q=documents.edges, cu_seq_lens_k=documents.edges)
+            edges = boundaries.edges
+            options.update(documents=boundaries, cu_seq_lens_q=edges, cu_seq_lens_k=edges)
         hidden = core.get_decoder()(**options).last_hidden_state
         # Outside of autocast: a score in half precision has too few digits to be compared.
         with torch.autocast(entry.device.type, enabled=False):
             # Under adapters the head lies there twice, as it came and as it is trained.
             weight = max(core.score.parameters(), key=lambda one: one.requires_grad)
             scores: torch.Tensor = core.score(hidden.to(weight.dtype)).squeeze(-1).float()
-        return scores if documents is None else documents.expand(scores), None
+        return scores if boundaries is None else boundaries.expand(scores), None

@@ -32,7 +32,7 @@ class ValueModel(LossModel):
         entry: torch.Tensor,
         labels: torch.Tensor,
         position_ids: torch.Tensor,
-        boundaries: torch.Tensor | Documents | None,
+        boundaries: Documents | None,
         places: Places | None,
         answer: Answer,
         temperature: float = 1.0,
@@ -52,7 +52,7 @@ class ValueModel(LossModel):
         # Outside of autocast: a value in half precision has too few digits for differences of neighbors.
         with torch.autocast(entry.device.type, enabled=False):
             values = head(seen[0].to(head.weight.dtype)).squeeze(-1)  # called: sharded by itself it gathers then
-        if isinstance(boundaries, Documents):
+        if boundaries is not None:
             values = boundaries.expand(values)
         assert entropy is not None
         return logps, torch.stack((entropy.to(values.dtype), values))

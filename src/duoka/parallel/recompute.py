@@ -13,8 +13,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from duoka.errors import ConfigError
 from duoka.model.attention import kernel_packets
+from duoka.model.documents import reading_again
 from duoka.model.dropout import Drops
 from duoka.model.layers import find_layers
+from duoka.model.own_states import asks_what_is_read
 from duoka.plan.recompute import is_share, whole_layers
 
 # Matrix products and attention make up nearly all of a layer's work; norms, rotations and activations nearly all of
@@ -43,7 +45,7 @@ def apply_recompute(lm: torch.nn.Module, how: str, drops: Drops | None = None, *
     """
     find_contexts = _selective_contexts if how == "selective" else noop_context_fn
     options: dict[str, Any] = {"use_reentrant": False}
-    if drops is not None or not compiled:
+    if drops is not None or not compiled or asks_what_is_read(lm):
         again = None if drops is None else drops.again
         options["context_fn"] = functools.partial(_contexts, again, find_contexts)
     elif how == "selective":
@@ -77,7 +79,7 @@ def _contexts(
 ) -> tuple[_Contexts, _Contexts]:
     """Around a layer's forward pass, and around the same again; `keys` gives what then repeats its dropout."""
     first, again = find_contexts()
-    repeats = [] if keys is None else [keys()]
+    repeats = [reading_again(), *([] if keys is None else [keys()])]
     return _Contexts([_no_cache, lambda: first]), _Contexts([*repeats, _no_cache, lambda: again])
 
 

@@ -23,13 +23,13 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _WEIGHTS, _TABLES_OF_NUMBERS = {"F32", "F16", "BF16"}, {"I64", "BOOL"}  # other types are packed weights
 _READS_TEXT = re.compile(r"(^|\.)(language_model|text_model|lm_head)(\.|$)")
 _BESIDE = re.compile(r"(^|[._])(visual|vision|image|video|audio|speech|multi_modal|connector|projector)[._]")
-_LAYER = re.compile(r"(^|\.)(layers|h|blocks?)\.\d+\.")
+_LAYER = re.compile(r"(^|\.)(layers|h|blocks?)\.(\d+)\.")
 _TABLE = re.compile(r"(^|\.)embed\w*\.weight$|(^|\.)w[tp]e\.weight$")
 # Layers that guess further words, and buffers: transformers loads neither.
 _NOT_LOADED = re.compile(r"(^|\.)mtp\.|\.inv_freq$")
 _TOWERS_WITHIN = {"phi4_multimodal"}  # in what reads text, and trained with it
-# Of these, transformers' language model is the part that reads text alone, and the rest stays in the files.
-_TEXT_ALONE = {"dots3_note", "emu3", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp"}
+# Built by transformers' language model, which is the part that reads text alone: the rest stays in the files.
+TEXT_ALONE = {"llama4"}
 # What configs of towers call their layers, their width, and that of their MLPs.
 _SIZES = (
     ("num_hidden_layers", "depth", "num_layers", "encoder_layers"), ("hidden_size", "embed_dim", "d_model"),
@@ -74,7 +74,7 @@ def as_in_files(shape: ModelShape, folder: Path | None, facts: Mapping[str, Any]
 
 def _guess_towers(facts: Mapping[str, Any]) -> int:
     """Attention's four matrices and the MLP's two of each layer."""
-    if facts.get("model_type") in _TEXT_ALONE | _TOWERS_WITHIN:
+    if facts.get("model_type") in TEXT_ALONE | _TOWERS_WITHIN:
         return 0
     total = 0
     for key in ("vision_config", "audio_config"):
@@ -96,7 +96,7 @@ def count_notes(shape: ModelShape) -> tuple[str, ...]:
         notes.append(f"model type {shape.model_type} is not in the plan's table: {what}")
     if shape.num_beside:
         count = format_count(shape.num_beside)
-        notes.append(f"{count} parameters of towers for images or sound are frozen: no text reaches them")
+        notes.append(f"{count} parameters for images or sound are frozen: no text reaches them")
     return tuple(notes)
 
 
@@ -109,14 +109,18 @@ def count_in_files(folder: Path, facts: Mapping[str, Any]) -> InFiles | None:
     if not sizes:
         return None
     model_type = str(facts.get("model_type", ""))
+    text_facts = facts.get("text_config") or {}
+    skipped = {int(number) for number in text_facts.get("cross_attention_layers") or ()}
     has_parts = any(_READS_TEXT.search(name) and "lm_head" not in name for name in sizes)
 
     def is_beside(name: str) -> bool:
         if model_type in _TOWERS_WITHIN:
             return False
+        if (layer := _LAYER.search(name)) and int(layer[3]) in skipped and "language_model" in name:
+            return True  # it looks at images alone
         return not _READS_TEXT.search(name) if has_parts else bool(_BESIDE.search(name))
 
-    is_tied = bool({**(facts.get("text_config") or {}), **facts}.get("tie_word_embeddings"))
+    is_tied = bool({**text_facts, **facts}.get("tie_word_embeddings"))
     text = {name: size for name, size in sizes.items() if not is_beside(name)}
     inside = sum(size for name, size in text.items() if _LAYER.search(name))
     tables = sum(size for name, size in text.items() if _TABLE.search(name) and not _LAYER.search(name))
@@ -125,7 +129,7 @@ def count_in_files(folder: Path, facts: Mapping[str, Any]) -> InFiles | None:
         in_layers=inside,
         tables=tables,
         ends=sum(text.values()) - inside - tables - (sum(heads) if is_tied else 0),
-        beside=0 if model_type in _TEXT_ALONE else sum(sizes.values()) - sum(text.values()),
+        beside=0 if model_type in TEXT_ALONE else sum(sizes.values()) - sum(text.values()),
         has_head=bool(heads) and not is_tied,
     )
 

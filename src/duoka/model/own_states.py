@@ -1,0 +1,101 @@
+"""Layers with a state or a convolution along the row (Mamba, linear attention): each document begins with its own.
+
+Such a layer reads a row from its beginning, and in a packed row what it holds at the end of one document would run on
+into the next. So for the time of that layer documents stand in rows of their own, beside others about as long; all
+other layers read the packed row. transformers keeps them apart only by kernels that few machines have. Called by
+LossModel.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from typing import Any
+
+import torch
+
+from duoka.model.documents import READ, Group, OwnRows, reading
+from duoka.model.layers import find_layers, text_decoder
+
+_OTHERS = ("time_shift", "slope_rate", "mlstm_backend")  # RWKV's, MiniMax's and xLSTM's, which have no convolution
+_OF_PACKED_ROWS = ("documents", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
+
+def keep_states_apart(lm: torch.nn.Module) -> None:
+    """In place; models without such layers stay as they are."""
+    for module in (text_decoder(lm) or lm).modules():
+        if _runs_on(module) and not hasattr(module, "forward_at_once"):
+            # A class, not a method of this object: replicas that torch makes of it must not call the original.
+            plain: Any = type(module)
+            module.__class__ = _by_document(plain)
+
+
+def asks_what_is_read(core: torch.nn.Module) -> bool:
+    """Whether parts of it are not handed the documents by those that call them."""
+    apart = any(type(module).forward is _forward for module in core.modules())
+    return apart or not all(map(_hands_on, {type(layer) for layer in find_layers(core)}))
+
+
+def _hands_on(layer: type) -> bool:
+    """Whether its code reads the further arguments that it is given."""
+    code = getattr(inspect.unwrap(layer.forward), "__code__", None)  # type: ignore[attr-defined]
+    if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
+        return False
+    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
+    loads = [step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD_")]
+    return any(value == name or (isinstance(value, tuple) and name in value) for value in loads)
+
+
+def _runs_on(module: torch.nn.Module) -> bool:
+    """Whether it reads tokens before its own by other means than attention.
+
+    What is not found here shows when a packed row is tried (exactness.py): then rows are padded.
+    """
+    has_convolution = any(isinstance(child, torch.nn.Conv1d) for child in module.children())
+    return has_convolution or any(hasattr(module, name) for name in _OTHERS)
+
+
+@functools.cache
+def _by_document(kind: Any) -> type:
+    return type(f"Apart{kind.__name__}", (kind,), {"forward": _forward, "forward_at_once": kind.forward})
+
+
+@torch.compiler.disable  # lengths differ from row to row
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    # With a gradient somebody has to say what is read: a layer computed again without would take a row for a document.
+    documents = READ.get() if torch.is_grad_enabled() else READ.get(None)
+    if documents is None:
+        return self.forward_at_once(*args, **kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_PACKED_ROWS}
+    if len(documents.lengths) == 1:
+        return self.forward_at_once(*args, **kwargs)
+    own, answers = documents.own_rows, []
+    with reading(None):
+        for group in own.groups:
+            take = functools.partial(_take, group, documents.num_tokens)
+            answers.append(self.forward_at_once(*map(take, args), **{name: take(one) for name, one in kwargs.items()}))
+    return _join(own, answers)
+
+
+def _take(group: Group, tokens: int, value: Any) -> Any:
+    """What there is for each token of the packed row, for the documents of this group."""
+    if isinstance(value, tuple):
+        return tuple(_take(group, tokens, one) for one in value)
+    if not _is_of_row(value, 1, tokens):
+        return value
+    return value[0].index_select(0, group.places).view(group.num_rows, group.longest, *value.shape[2:])
+
+
+def _join(own: OwnRows, answers: list[Any]) -> Any:
+    """What the groups gave, as of the packed row."""
+    if isinstance(answers[0], tuple):
+        return tuple(_join(own, list(values)) for values in zip(*answers, strict=True))
+    pairs = zip(answers, own.groups, strict=True)
+    if not all(_is_of_row(value, group.num_rows, group.longest) for value, group in pairs):
+        return answers[0]
+    return torch.cat([value.flatten(0, 1) for value in answers]).index_select(0, own.back)[None]
+
+
+def _is_of_row(value: Any, rows: int, tokens: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 1 and tuple(value.shape[:2]) == (rows, tokens)

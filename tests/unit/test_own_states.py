@@ -1,0 +1,125 @@
+"""Layers with a state, and layers that hand no borders on: in a packed row each document is computed as alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import family_config, packed, without_dropout
+
+from duoka.model.attention import register_attention
+from duoka.model.build import LossModel
+from duoka.model.documents import Documents, group_by_length
+from duoka.model.own_states import asks_what_is_read
+from duoka.model.tiny_copy import build_tiny, tiny_config
+from duoka.parallel.recompute import apply_recompute
+
+# On both sides of a chunk of 64 tokens, shorter than a convolution, and some about as long as others.
+LENGTHS = (130, 3, 70, 64, 65, 2, 128)
+# Linear attention, a state space, a convolution alone, a gated recurrence; attention that is told by nobody.
+KINDS = ("qwen3_5_text", "mamba2", "lfm2", "recurrent_gemma", "nemotron", "stablelm")
+
+
+def build(kind: str) -> tuple[torch.nn.Module, LossModel]:
+    """By transformers alone, and as duoka trains it."""
+    register_attention()
+    config = tiny_config(family_config(kind))
+    without_dropout(config)
+    return build_tiny(config, "eager"), LossModel(build_tiny(config, "duoka", own_experts=False))
+
+
+def draw(lengths: tuple[int, ...], seed: int = 1) -> list[torch.Tensor]:
+    numbers = torch.Generator().manual_seed(seed)
+    return [torch.randint(8, 64, (length,), generator=numbers) for length in lengths]
+
+
+def learn_alone(plain: torch.nn.Module, documents: list[torch.Tensor]) -> float:
+    plain.zero_grad()
+    total = torch.zeros(())
+    for one in documents:
+        logits = plain(one[None], use_cache=False).logits[0, :-1].float()
+        total = total + F.cross_entropy(logits, one[1:], reduction="sum")
+    total.backward()
+    return float(total.detach())
+
+
+def compare_gradients(model: LossModel, plain: torch.nn.Module) -> None:
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    scale = max(float(gradient.norm()) for gradient in wanted.values())
+    for name, parameter in model.lm.named_parameters():
+        own = torch.zeros(()) if parameter.grad is None else parameter.grad
+        assert float((own - wanted.get(name, torch.zeros(()))).norm()) < 1e-4 * scale, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_of_any_length_are_computed_as_alone(kind):
+    plain, model = build(kind)
+    documents = draw(LENGTHS)
+    wanted = learn_alone(plain, documents)
+    loss, _ = model(**packed(documents))
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(wanted, rel=1e-5)
+    compare_gradients(model, plain)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "stablelm"])
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_what_is_computed_again_reads_the_documents_of_its_own_pass(kind, how):
+    """A pipeline begins other passes before the first one's backward."""
+    plain, model = build(kind)
+    model.train()
+    assert asks_what_is_read(model.core)
+    apply_recompute(model.lm, how)
+    first, second = draw((70, 9, 33)), draw((5, 66, 41), seed=2)
+    learn_alone(plain, [*first, *second])
+    losses = [model(**packed(one))[0] for one in (first, second)]
+    for loss in losses:
+        loss.backward()
+    compare_gradients(model, plain)
+
+
+def test_layers_that_hand_everything_on_need_no_telling():
+    assert not asks_what_is_read(build("llama")[1].core)
+
+
+def test_a_layer_computed_again_by_itself_is_no_silent_mistake():
+    """What reads a packed row as one document has other gradients, and nothing else would show it."""
+    model = build("lfm2")[1]
+    layer = next(module for module in model.modules() if hasattr(module, "forward_at_once"))
+    hidden = torch.randn(1, 12, 64)
+    with pytest.raises(LookupError):
+        layer(hidden)
+    with torch.no_grad():
+        assert layer(hidden).shape == hidden.shape
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "stablelm"])
+def test_a_row_of_one_document_is_continued(kind):
+    plain, model = build(kind)
+    row = draw((21,))[0][None]
+    with torch.no_grad():
+        assert model.next_token(row) == int(plain(row, use_cache=False).logits[0, -1].argmax())
+
+
+@pytest.mark.parametrize(
+    "lengths", [(5,), (4, 4, 4), (1, 1, 90), LENGTHS, (300, 200, 100, 50, 25, 12, 6, 3, 1), (7, 0, 3)]
+)
+def test_each_token_comes_back_to_its_place(lengths):
+    edges = torch.tensor([0, *torch.tensor(lengths).cumsum(0)])
+    own = Documents.of(edges, torch.device("cpu")).own_rows
+    row = torch.arange(int(edges[-1]))
+    rows = [row[group.places].view(group.num_rows, group.longest) for group in own.groups]
+    assert torch.equal(torch.cat([one.flatten() for one in rows])[own.back], row)
+    starts = {int(start) for start, length in zip(edges, lengths, strict=False) if length}
+    assert {int(begin) for one in rows for begin in one[:, 0]} == starts, "each begins a row"
+
+
+def test_few_places_are_left_empty():
+    numbers = torch.Generator().manual_seed(3)
+    for _ in range(20):
+        count = int(torch.randint(1, 40, (1,), generator=numbers))
+        lengths = torch.randint(1, 2000, (count,), generator=numbers).tolist()
+        groups = group_by_length(lengths)
+        assert sorted(member for group in groups for member in group) == list(range(len(lengths)))
+        filled = sum(len(group) * lengths[group[0]] for group in groups)
+        assert filled <= 2 * sum(lengths) + 64 * len(lengths)
