@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from duoka.bench.storage_peak import BETWEEN, Part, StoragePeak
 from duoka.comm.ledger import LEDGER, Traffic
 from duoka.comm.world import World
 from duoka.config.schema import RunConfig
@@ -32,6 +31,7 @@ from duoka.model.freeze import apply_train_only, freeze_beside_text
 from duoka.model.layers import find_layers
 from duoka.model.lora import apply_lora
 from duoka.model.split_products import Waiting
+from duoka.model.storage_peak import BETWEEN, Part, StoragePeak
 from duoka.optim.build import build_optimizer
 from duoka.optim.clip import clip_gradients
 from duoka.optim.roles import assign_roles

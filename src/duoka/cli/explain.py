@@ -87,7 +87,7 @@ def _list_topics(language: Language) -> list[str]:
 
 def _read_own(config: str, nproc: int | None, language: Language) -> Own:
     """The config with the plan that `duoka plan` would print: of its data no more than a look is read."""
-    from duoka.cli.model_facts import read_model_shape
+    from duoka.cli.model_facts import measured, read_model_facts, read_model_shape
     from duoka.config.load import Start, load_config
     from duoka.data.dataset_lengths import find_lengths
     from duoka.explain.numbers import Own
@@ -98,7 +98,8 @@ def _read_own(config: str, nproc: int | None, language: Language) -> Own:
     machine = read_machine()
     ranks = nproc or max(1, len(machine.gpus))
     loaded = load_config(config, start=Start(ranks, bool(machine.gpus)))
-    shape = read_model_shape(loaded.config.model, loaded.base)
+    facts = read_model_facts(loaded.config.model, loaded.base)
+    shape = measured(read_model_shape(loaded.config.model, loaded.base, facts), facts)
     lengths = find_lengths(loaded.config, loaded.base)
     cluster = local_cluster(machine, ranks, ranks)
     plan = make_plan(loaded.config, shape, machine, ranks, lengths=lengths, cluster=cluster)

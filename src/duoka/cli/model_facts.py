@@ -25,6 +25,18 @@ def read_model_shape(model: ModelConfig, base: Path, facts: Mapping[str, Any] | 
     return shape if model.from_scratch else as_in_files(shape, folder, facts)
 
 
+def measured(shape: ModelShape, facts: Mapping[str, Any]) -> ModelShape:
+    """Of a type that is in no table: with what its layers keep, which takes torch and some seconds once."""
+    from duoka.runs.kept import with_kept
+
+    def measure(facts: Mapping[str, Any]) -> dict[str, float]:
+        from duoka.model.kept_bytes import measure_kept
+
+        return measure_kept(facts)
+
+    return with_kept(shape, facts, measure)
+
+
 def shape_for_axes(config: RunConfig, base: Path) -> ModelShape | None:
     """The model's, where axes are asked for and it can be told without the network; its faults are others' to say."""
     model, parallel = config.model, config.parallel

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from duoka.cli import processes
-from duoka.cli.model_facts import UNKNOWN_VOCABULARY, read_model_facts, read_model_shape, shape_for_axes
+from duoka.cli.model_facts import UNKNOWN_VOCABULARY, measured, read_model_facts, read_model_shape, shape_for_axes
 
 if TYPE_CHECKING:
     from duoka.bench.dry_run import DryRun
@@ -168,7 +168,8 @@ def _find_subject(
     for note in loaded.notes:
         click.echo(f"note: {note}", err=True)
     facts = read_model_facts(loaded.config.model, loaded.base)
-    config, shape, note = as_computed(loaded.config, read_model_shape(loaded.config.model, loaded.base, facts))
+    shape = measured(read_model_shape(loaded.config.model, loaded.base, facts), facts)
+    config, shape, note = as_computed(loaded.config, shape)
     if note:
         click.echo(f"note: {note}", err=True)
     return _Subject(config, shape, find_lengths(loaded.config, loaded.base), facts)

@@ -84,6 +84,7 @@ def prepare_run(
     loaded: Loaded, run: RunFolder, machine: Machine, world_size: int, local_size: int | None = None
 ) -> Path:
     """What is done once before ranks start: tokens, plan, the run's own files, and the model's folder, returned."""
+    from duoka.cli.model_facts import measured
     from duoka.cluster.probe import read_environment_facts
     from duoka.config.load import resolved_yaml
     from duoka.data.dataset_lengths import lengths_of, remember_lengths
@@ -95,12 +96,12 @@ def prepare_run(
     from duoka.plan.catalog import local_cluster
     from duoka.plan.offload import with_disk
     from duoka.plan.report import make_plan
-    from duoka.plan.shape import read_shape
+    from duoka.plan.shape import read_facts, read_shape
     from duoka.runs.folder import write_json_atomic, write_text_atomic
 
     say: Callable[[str], None] = Say()
     folder = model_folder(loaded.config.model, loaded.base, say)
-    shape = read_shape(folder)
+    shape = measured(read_shape(folder), read_facts(folder))
     if faults := check_shape(loaded.config.parallel, shape, world_size):
         raise Faults(faults)  # before the data are read, which may take long
     prepared = prepare_data(loaded.config, loaded.base, folder, say=say)

@@ -69,11 +69,27 @@ def activation_bytes_per_token(
     """
     if work.program is not None:
         return _kept_by_program(work, work.program, layout, length)
+    if (measured := _measured(work, layout, with_remade)) is not None:
+        return measured / layout.tp, f"per token and layer {measured:,.0f} bytes, measured without numbers"
     how = means_of(work, layout, number)
     whole, cut, formula = _kept_by_duoka(work, layout, length, replace(how, remakes=how.remakes and not with_remade))
     if layout.tp > 1:
         formula += f", / {layout.tp} but for what norms read and give, which every tensor-parallel rank has"
     return whole + cut / layout.tp, formula
+
+
+def _measured(work: Work, layout: Layout, with_remade: bool) -> float | None:
+    """Of a type in no table; what selective recompute and compiled layers keep of it was not looked at."""
+    if layout.recompute == "selective" or layout.compile:
+        return None
+    kept, precision = dict(work.shape.kept), "fp32" if layout.precision == "fp32" else "bf16"
+    full = kept.get(f"full {precision}")
+    if work.lora is None or full is None:
+        return full
+    beside = work.lora.rank - 16  # that of the measured ones
+    more = (2 if precision == "bf16" else 4) * beside * len(adapted_linears(work.shape, work.lora))
+    lora = kept.get(f"lora {precision}", full) + more
+    return max(lora, full) if with_remade else lora
 
 
 def _kept_by_program(work: Work, program: Program, layout: Layout, length: int) -> tuple[float, str]:

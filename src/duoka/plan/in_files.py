@@ -91,8 +91,10 @@ def count_notes(shape: ModelShape) -> tuple[str, ...]:
     """What a reader of a plan has to know of its counts."""
     notes = []
     if not shape.exact:
-        what = "its parameters are those in its files, the rest of the plan estimates" if shape.is_counted else ""
-        what = what or "its counts are estimates; whether it is packed or padded is seen when a run begins"
+        known = ["its parameters are those in its files"] if shape.is_counted else []
+        known += ["what its layers keep was measured"] if shape.kept else []
+        what = "its counts are estimates; whether it is packed or padded is seen when a run begins"
+        what = f"{', '.join(known)}, the rest of the plan estimates" if known else what
         notes.append(f"model type {shape.model_type} is not in the plan's table: {what}")
     if shape.num_beside:
         count = format_count(shape.num_beside)

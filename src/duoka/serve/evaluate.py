@@ -128,11 +128,11 @@ def read_eval_data(
 
 def choose_layout(data: EvalData, folder: Path, world_size: int, local_size: int | None = None) -> Layout:
     """The arithmetic and micro-batch that training would choose here, so that its eval lines can be compared."""
+    from duoka.model.kept_bytes import read_measured_shape
     from duoka.model.row_choice import choose_rows
     from duoka.plan.catalog import local_cluster
     from duoka.plan.hardware import read_machine
     from duoka.plan.report import make_plan
-    from duoka.plan.shape import read_shape
 
     rows = choose_rows(data.config, folder)
     config = rows.applied_to(data.config)
@@ -141,7 +141,7 @@ def choose_layout(data: EvalData, folder: Path, world_size: int, local_size: int
         config = config.model_copy(update={"parallel": parallel})
     machine, local = read_machine(), local_size or world_size
     plan = make_plan(
-        config, rows.seen_in(read_shape(folder)), machine, world_size, local_size=local, lengths=data.lengths,
+        config, rows.seen_in(read_measured_shape(folder)), machine, world_size, local_size=local, lengths=data.lengths,
         cluster=local_cluster(machine, world_size, local),
     )  # fmt: skip
     return plan.layout

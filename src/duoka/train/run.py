@@ -29,6 +29,7 @@ from duoka.model.adapters import Earlier
 from duoka.model.answer import end_of_turn
 from duoka.model.build import find_core, load_model, named_part, named_weights
 from duoka.model.dtypes import BY_PRECISION
+from duoka.model.kept_bytes import read_measured_shape
 from duoka.model.kernels import agree_on_kernels, look, settle_sharing
 from duoka.model.layers import find_layers
 from duoka.model.quantize import Quantization
@@ -244,7 +245,7 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, rows: RowCh
     plan: Plan = world.agree(
         make_plan(
             planned,
-            rows.seen_in(read_shape(inputs.folder)),
+            rows.seen_in((read_measured_shape if world.is_main else read_shape)(inputs.folder)),
             machine,
             world.size,
             local_size=world.local_size,

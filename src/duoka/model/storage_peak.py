@@ -31,8 +31,9 @@ class StoragePeak(TorchDispatchMode):
     times. Storages are known by themselves, so views cost nothing; FSDP frees and allocates by resizing them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block: int = BLOCK_BYTES) -> None:
         super().__init__()
+        self._block = block
         self.now = self.peak = 0
         self.peaks: dict[Part, int] = {}
         self._part: Part | None = None
@@ -87,7 +88,7 @@ class StoragePeak(TorchDispatchMode):
         self._set(box, storage.nbytes())
 
     def _set(self, box: list[int], size: int) -> None:
-        rounded = -(-size // BLOCK_BYTES) * BLOCK_BYTES
+        rounded = -(-size // self._block) * self._block
         self.now += rounded - box[0]
         box[0] = rounded
         self.peak = max(self.peak, self.now)

@@ -1,0 +1,34 @@
+"""What layers of model types in no table keep of a token: measured once (model/kept_bytes.py), then read here."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+from duoka.errors import StorageError
+from duoka.plan.sizes import ModelShape
+from duoka.runs.cache import cache_folder
+
+Measure = Callable[[Mapping[str, Any]], dict[str, float]]
+
+
+def with_kept(shape: ModelShape, facts: Mapping[str, Any], measure: Measure) -> ModelShape:
+    """`shape` with that, where its type is in no table and is not packed; `facts` is its config.json."""
+    if shape.exact or shape.packed_by or "model_type" not in facts:
+        return shape
+    libraries = [f"{name} {version(name)}" for name in ("duoka", "torch", "transformers", "peft")]
+    name = hashlib.sha256(json.dumps([facts, libraries], sort_keys=True, default=str).encode()).hexdigest()
+    try:
+        path = cache_folder() / "kept" / f"{name[:32]}.json"
+        return replace(shape, kept=tuple(json.loads(path.read_text(encoding="utf-8")).items()))
+    except (OSError, ValueError, StorageError):
+        found = measure(facts)
+    with contextlib.suppress(OSError, StorageError):  # it is measured again then
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found), encoding="utf-8")
+    return replace(shape, kept=tuple(found.items()))
