@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from types import CellType, FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from duoka.model.gated import forward_gated, forward_joined
 from duoka.model.gates import ACTS, Act
 from duoka.model.norms import forward_normed, may_be_norm
 from duoka.model.remade import can_be_remade
+from duoka.model.rewired import rewired
 from duoka.model.rotary import own_rotation, repeats_tables
 
 _PART = "fused_part"  # of a class
@@ -96,32 +97,7 @@ def _forward_rotated(forward: Any, in_place: bool) -> Any:
 
     `in_place`: it may write over the products that it turns, and read half of the tables.
     """
-    inner = getattr(forward, "__wrapped__", None)
-    if inner is not None:  # decorated, as where an argument has another name since a later version
-        again = _forward_rotated(inner, in_place)
-        return None if again is None else _decorated(forward, inner, again)
-    if not isinstance(forward, FunctionType) or _ROTATION not in forward.__code__.co_names or forward.__closure__:
-        return None
-    ours = own_rotation(forward.__globals__.get(_ROTATION), in_place)
-    return None if ours is None else _copy(forward, {**forward.__globals__, _ROTATION: ours}, None)
-
-
-def _decorated(outer: Any, inner: Any, again: Any) -> Any:
-    """The decorator's function, around `again` in place of `inner`; None where that is not to be seen in it."""
-    cells = outer.__closure__ or () if isinstance(outer, FunctionType) else ()
-    held = [cell.cell_contents is inner for cell in cells]
-    if held.count(True) != 1:
-        return None
-    closure = tuple(CellType(again) if it else cell for it, cell in zip(held, cells, strict=True))
-    copy = _copy(outer, outer.__globals__, closure)
-    copy.__wrapped__ = again
-    return copy
-
-
-def _copy(function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None) -> Any:
-    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return rewired(forward, _ROTATION, lambda theirs: own_rotation(theirs, in_place))
 
 
 # --- gated MLP: down(act(gate(x)) * up(x)) (gated.py) ---

@@ -21,6 +21,7 @@ from duoka.errors import DuokaError
 from duoka.model.attention import register_attention
 from duoka.model.auto_class import language_class
 from duoka.model.build import LossModel, quiet_loading
+from duoka.model.documents import Documents
 from duoka.model.experts import use_own_experts
 from duoka.model.freeze import freeze_beside_text
 from duoka.model.fused import apply_fused
@@ -84,6 +85,7 @@ def _kept_by_layer(config: Any, way: _Way, *, is_fake: bool = True) -> list[floa
     """Bytes of a token that each layer leaves behind."""
     model = _build(config, way)
     fake = FakeTensorMode(allow_non_fake_inputs=True) if is_fake else contextlib.nullcontext()
+    rows = [_packed(tokens) for tokens in _TOKENS]
     found, marks = [], list[int]()
     with fake, StoragePeak(block=1) as live:
         model.to_empty(device="cpu")
@@ -94,14 +96,21 @@ def _kept_by_layer(config: Any, way: _Way, *, is_fake: bool = True) -> list[floa
             layer.register_forward_pre_hook(lambda *_: marks.append(live.now))
         layers[-1].register_forward_hook(lambda *_: marks.append(live.now))
         live.hold(model)
-        for tokens in _TOKENS:
+        for tokens, documents in zip(_TOKENS, rows, strict=True):
             marks.clear()
             ids = torch.zeros((1, tokens), dtype=torch.long)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way.is_half):
-                loss, _ = model(ids, ids, ids)
+                loss, _ = model(ids, ids, ids, documents)
             found.append([after - before for before, after in itertools.pairwise(marks)])
             del loss
     return [(more - few) / (_TOKENS[1] - _TOKENS[0]) for few, more in zip(*found, strict=True)]
+
+
+def _packed(tokens: int) -> Documents:
+    """Two documents, one of them longer; its numbers are known before tensors are fake."""
+    documents = Documents.of(torch.tensor([0, tokens * 5 // 8, tokens]), torch.device("cpu"))
+    _ = documents.own_rows, documents.num_tokens
+    return documents
 
 
 def _config(facts: Mapping[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from duoka.model.delta_rule import with_own_delta_rule
 from duoka.model.documents import READ, Group, OwnRows, reading
 from duoka.model.layers import find_layers, text_decoder
 
@@ -58,7 +59,8 @@ def _runs_on(module: torch.nn.Module) -> bool:
 
 @functools.cache
 def _by_document(kind: Any) -> type:
-    return type(f"Apart{kind.__name__}", (kind,), {"forward": _forward, "forward_at_once": kind.forward})
+    members = {"forward": _forward, "forward_at_once": with_own_delta_rule(kind.forward)}
+    return type(f"Apart{kind.__name__}", (kind,), members)
 
 
 @torch.compiler.disable  # lengths differ from row to row

@@ -14,6 +14,7 @@ from duoka.errors import StorageError
 from duoka.plan.sizes import ModelShape
 from duoka.runs.cache import cache_folder
 
+_MEASURED_SO = 1  # another number where layers, or how they are measured, keep something else
 Measure = Callable[[Mapping[str, Any]], dict[str, float]]
 
 
@@ -22,7 +23,9 @@ def with_kept(shape: ModelShape, facts: Mapping[str, Any], measure: Measure) -> 
     if shape.exact or shape.packed_by or "model_type" not in facts:
         return shape
     libraries = [f"{name} {version(name)}" for name in ("duoka", "torch", "transformers", "peft")]
-    name = hashlib.sha256(json.dumps([facts, libraries], sort_keys=True, default=str).encode()).hexdigest()
+    name = hashlib.sha256(
+        json.dumps([_MEASURED_SO, facts, libraries], sort_keys=True, default=str).encode()
+    ).hexdigest()
     try:
         path = cache_folder() / "kept" / f"{name[:32]}.json"
         return replace(shape, kept=tuple(json.loads(path.read_text(encoding="utf-8")).items()))

@@ -1,0 +1,82 @@
+"""The gated delta rule in chunks, and its gradient, beside the rule itself: one token after the other, in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+from duoka.model import delta_rule
+from duoka.model.delta_rule import with_own_delta_rule
+
+ROWS, HEADS, DIM, DIM_OF_VALUES = 2, 4, 16, 24
+
+
+def by_definition(query, key, value, g, beta, *, has_norms):
+    query, key, value, g, beta = (one.double() for one in (query, key, value, g, beta))
+    if has_norms:
+        query, key = (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (query, key))
+    query, key = (one.repeat_interleave(value.shape[2] // one.shape[2], dim=2) for one in (query, key))
+    state = torch.zeros(value.shape[0], value.shape[2], key.shape[-1], value.shape[-1], dtype=torch.double)
+    answers = []
+    for t in range(value.shape[1]):
+        state = state * g[:, t].exp()[..., None, None]
+        missing = value[:, t] - torch.einsum("bhk,bhkv->bhv", key[:, t], state)
+        state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], beta[:, t, :, None] * missing)
+        answers.append(torch.einsum("bhk,bhkv->bhv", query[:, t] * key.shape[-1] ** -0.5, state))
+    return torch.stack(answers, dim=1)
+
+
+def draw(tokens, key_heads, dtype=torch.float32):
+    numbers = torch.Generator().manual_seed(tokens)
+
+    def some(*shape):
+        return torch.randn(ROWS, tokens, *shape, generator=numbers)
+
+    inputs = [
+        some(key_heads, DIM),
+        some(key_heads, DIM),
+        some(HEADS, DIM_OF_VALUES),
+        -F.softplus(some(HEADS)),
+        some(HEADS).sigmoid(),
+    ]
+    return [one.to(dtype).requires_grad_() for one in inputs], some(HEADS, DIM_OF_VALUES)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64, 150])
+@pytest.mark.parametrize("key_heads", [HEADS, HEADS // 2])
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_chunks_give_what_the_rule_gives_token_by_token(monkeypatch, tokens, key_heads, has_norms):
+    monkeypatch.setattr(delta_rule, "AT_ONCE", ROWS * tokens * DIM_OF_VALUES * HEADS // 2)  # two turns
+    inputs, weights = draw(tokens, key_heads)
+    if not has_norms:
+        inputs[1] = (inputs[1].detach() * 0.2).requires_grad_()
+    results = []
+    for rule in (delta_rule.delta_rule, by_definition):
+        answer = rule(*inputs, has_norms=has_norms)
+        results.append((answer, *torch.autograd.grad((answer * weights).sum(), inputs)))
+    for own, wanted in zip(*results, strict=True):
+        assert (own - wanted).norm().item() < 2e-6 * max(1.0, wanted.norm().item())
+
+
+def test_products_are_fp32_under_autocast_and_little_is_kept():
+    inputs, weights = draw(130, HEADS, torch.bfloat16)
+    kept = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.nbytes) or one, lambda one: one),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
+        answer = delta_rule.delta_rule(*inputs, has_norms=True)
+    assert sum(kept) == sum(one.nbytes for one in inputs)
+    wanted = by_definition(*inputs, has_norms=True)
+    assert (answer - wanted).norm().item() < 3e-3 * wanted.norm().item(), "no more than rounding the answer to bf16"
+    gradients = [torch.autograd.grad((one * weights).sum(), inputs) for one in (answer, wanted)]
+    for own, right in zip(*gradients, strict=True):
+        assert own.dtype is torch.bfloat16 and (own - right).norm().item() < 6e-3 * right.norm().item()
+
+
+def test_layers_of_transformers_call_it():
+    assert with_own_delta_rule(Qwen3_5GatedDeltaNet.forward) is not Qwen3_5GatedDeltaNet.forward
+    plain = torch.nn.Linear.forward
+    assert with_own_delta_rule(plain) is plain

@@ -1,0 +1,72 @@
+"""Of model types in no table, plans know what layers keep: measured on fake tensors, held to bytes of real ones."""
+
+import json
+
+import held_layers
+import pytest
+from families import write_family
+
+from duoka.model import kept_bytes
+from duoka.model.kept_bytes import measure_kept, read_measured_shape
+from duoka.plan.activations import activation_bytes_per_token
+from duoka.plan.layout import Layout
+from duoka.plan.recipe import Work
+from duoka.plan.shape import read_shape, shape_from_config
+from duoka.runs.kept import with_kept
+
+# A family that plans know by rows, one with other norms, one of convolutions, one of linear attention in most layers.
+LINEAR = {f"linear_{name}": size for name, size in (("num_key_heads", 4), ("key_head_dim", 64), ("value_head_dim", 64))}
+KINDS = {
+    "llama": {},
+    "cohere2": {},
+    "lfm2": {"block_ff_dim": 704, "full_attn_idxs": [], "layer_types": ["conv"] * 3},
+    "qwen3_5_text": {**LINEAR, "linear_num_value_heads": 4, "layer_types": ["linear_attention"] * 3},
+}
+WAYS = {"full bf16": "full, bf16", "lora bf16": "lora, bf16", "full fp32": "full, fp32"}
+
+
+def facts_of(name):
+    return {"model_type": name, **held_layers.SIZES, **KINDS[name], "num_hidden_layers": 3}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_measured_is_what_real_layers_hold(monkeypatch, name):
+    """Or somewhat more: its documents are of different lengths, and those of the oracle as long as each other."""
+    monkeypatch.setitem(held_layers.FAMILIES, name, {key: v for key, v in KINDS[name].items() if key != "layer_types"})
+    if name == "qwen3_5_text":
+        monkeypatch.setitem(held_layers.FAMILIES[name], "full_attention_interval", 10**6)
+    kept = measure_kept(facts_of(name))
+    for way, real in WAYS.items():
+        assert 0.97 < kept[way] / held_layers.held(name, real) < 1.18, way
+
+
+def test_plans_of_types_in_no_table_take_it():
+    facts = facts_of("qwen3_5_text")
+    guessed = shape_from_config(facts)
+    measured = with_kept(guessed, facts, lambda facts: {"full bf16": 9000.0, "lora bf16": 7000.0})
+    layout = Layout(precision="bf16")
+    assert activation_bytes_per_token(Work(measured, None), layout)[0] == 9000
+    assert activation_bytes_per_token(Work(guessed, None), layout)[0] != 9000
+    assert "measured" in activation_bytes_per_token(Work(measured, None), layout)[1]
+
+
+def test_it_is_measured_once_and_only_where_no_row_knows(tmp_path, monkeypatch):
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
+    asked = []
+    monkeypatch.setattr(
+        kept_bytes, "measure_kept", lambda facts: asked.append(facts["model_type"]) or {"full fp32": 5.0}
+    )
+    folder = write_family(tmp_path / "lfm2", "lfm2")
+    first, again = read_measured_shape(folder), read_measured_shape(folder)
+    assert first == again and first.kept == (("full fp32", 5.0),) and asked == ["lfm2"]
+    llama = write_family(tmp_path / "llama", "llama")
+    assert read_measured_shape(llama) == read_shape(llama) and asked == ["lfm2"]
+
+
+def test_code_that_takes_no_fake_tensors_leaves_the_guess(tmp_path, monkeypatch):
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
+    assert measure_kept({"model_type": "nobodys"}) == {}
+    folder = write_family(tmp_path / "lfm2", "lfm2")
+    facts = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"model_type": "nobodys"}
+    (folder / "config.json").write_text(json.dumps(facts), encoding="utf-8")
+    assert read_measured_shape(folder).kept == ()
