@@ -7,15 +7,16 @@ import sys
 import pytest
 from emulated.peaks import ROWS, TOKENS, WIDTH, WORDS
 from emulated.run import compile_gpus, compile_nccl, environment, train_on_gpus, why_not
+from families import write_family
 from held_layers import FAMILIES
-from tiny import write_tiny_model
+from tiny import build_tiny_tokenizer, write_tiny_model
 from worlds import fresh_cache, train_all
 
 pytestmark = pytest.mark.timeout(420)
 
 EXACT, NEAR, HALF = 2e-5, 2e-3, 2e-2
 YAML = """\
-model: tiny
+model: {model}
 data: {{train: {data}, max_length: 256, eval: 0.1}}
 train: {{max_steps: 3, global_batch: 8, precision: fp32}}
 checkpoint: {{every: 2}}
@@ -32,6 +33,7 @@ ONE = {
     "optimizer in host memory": ("sft", ["parallel.offload=optimizer"], EXACT),
     "activations in host memory": ("sft", ["parallel.offload={activations: host}"], EXACT),
     "dpo": ("dpo", FULL, EXACT),
+    "linear attention": ("states", FULL, NEAR),
 }
 # On two, in one world: every other layout, and what draws answers.
 TWO = {
@@ -47,6 +49,11 @@ TWO = {
     "pipeline": ("sft", ["parallel.pipeline=2"], EXACT),
     "sequence": ("sft", ["parallel.sequence=2"], EXACT),
     "fsdp, dpo": ("dpo", ["parallel.strategy=fsdp"], EXACT),
+    "fsdp, linear attention, recompute": (
+        "states",
+        ["parallel.strategy=fsdp", "train.recompute=full", "data.packing=true"],
+        NEAR,
+    ),
     "rl": ("rl", FULL, EXACT),
     "rl, fsdp, kl": ("rl", ["parallel.strategy=fsdp", "rl.kl=0.1"], EXACT),
 }
@@ -83,9 +90,10 @@ def home(tmp_path_factory):
         {"prompt": asked, "chosen": answer, "rejected": talks[place - 7][1]}
         for place, (asked, answer) in enumerate(talks)
     ]
-    for name, records in (("sft", lines), ("dpo", pairs)):
+    write_family(folder / "states", "qwen3_5_text", tokenizer=build_tiny_tokenizer())
+    for name, model, records in (("sft", "tiny", lines), ("dpo", "tiny", pairs), ("states", "states", lines)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
-        (folder / f"{name}.yaml").write_text(YAML.format(data=f"{name}.jsonl"), encoding="utf-8")
+        (folder / f"{name}.yaml").write_text(YAML.format(model=model, data=f"{name}.jsonl"), encoding="utf-8")
     with (folder / "dpo.yaml").open("a") as file:
         file.write("stage: dpo\n")
     (folder / "rl.yaml").write_text(RL, encoding="utf-8")

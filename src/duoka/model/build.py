@@ -230,6 +230,8 @@ class LossModel(torch.nn.Module):
             token_keys = None if token_keys is None else token_keys[:, row.kept]
         entry = input_ids if hidden is None else hidden
         boundaries = None if boundaries is None else Documents.of(boundaries, entry.device)
+        if boundaries is not None and self.steady is not None:
+            boundaries = self.steady.documents(boundaries)
         inputs = (entry, labels, position_ids, boundaries, places, answer, temperature)
 
         @reading(boundaries)
@@ -276,9 +278,8 @@ class LossModel(torch.nn.Module):
         options: dict[str, Any] = {"use_cache": False, "position_ids": position_ids, **unrecorded(core)}
         options["inputs_embeds" if entry.is_floating_point() else "input_ids"] = entry
         if boundaries is not None:
-            documents = boundaries if self.steady is None else self.steady.documents(boundaries)
             # By the names of transformers too: layers that are no attention read where documents begin.
-            options.update(documents=documents, cu_seq_lens_q=documents.edges, cu_seq_lens_k=documents.edges)
+            options.update(documents=boundaries, cu_seq_lens_q=boundaries.edges, cu_seq_lens_k=boundaries.edges)
         if hands_on:
             return core.get_decoder()(**options).last_hidden_state, None
         if not self.has_plain_head:

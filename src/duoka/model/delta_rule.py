@@ -23,7 +23,8 @@ from duoka.model.rewired import rewired
 
 NAME = "torch_chunk_gated_delta_rule"
 CHUNK = 64
-AT_ONCE = 1 << 19  # numbers of the values of heads that are computed together
+# Numbers of the values of heads that are computed together: what a processor's caches hold, or enough for a GPU.
+AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}
 _EPS = 1e-6  # of the norms of queries and keys
 
 
@@ -101,7 +102,8 @@ def _some_heads(inputs: tuple[torch.Tensor, ...]) -> Iterator[tuple[slice, slice
     """Of keys, and of the values that share them."""
     rows, tokens, num_heads, dim = inputs[2].shape
     group = num_heads // inputs[0].shape[2]
-    at_once = max(1, AT_ONCE // (rows * tokens * dim * group))
+    numbers = AT_ONCE.get(inputs[2].device.type, AT_ONCE["cuda"])
+    at_once = max(1, numbers // (rows * tokens * dim * group))
     for first in range(0, inputs[0].shape[2], at_once):
         last = min(first + at_once, inputs[0].shape[2])
         yield slice(first, last), slice(first * group, last * group)
