@@ -6,6 +6,7 @@ import held_layers
 import pytest
 from families import write_family
 
+from duoka.config.schema import DataConfig, DataSource, ModelConfig, RunConfig
 from duoka.model import kept_bytes
 from duoka.model.kept_bytes import measure_kept, read_measured_shape
 from duoka.plan.activations import activation_bytes_per_token
@@ -25,6 +26,10 @@ KINDS = {
 WAYS = {"full bf16": "full, bf16", "lora bf16": "lora, bf16", "full fp32": "full, fp32"}
 
 
+def run_config():
+    return RunConfig(model=ModelConfig(name="mine"), data=DataConfig(train=(DataSource(name="identity"),)))
+
+
 def facts_of(name):
     return {"model_type": name, **held_layers.SIZES, **KINDS[name], "num_hidden_layers": 3}
 
@@ -35,15 +40,16 @@ def test_what_is_measured_is_what_real_layers_hold(monkeypatch, name):
     monkeypatch.setitem(held_layers.FAMILIES, name, {key: v for key, v in KINDS[name].items() if key != "layer_types"})
     if name == "qwen3_5_text":
         monkeypatch.setitem(held_layers.FAMILIES[name], "full_attention_interval", 10**6)
-    kept = measure_kept(facts_of(name))
     for way, real in WAYS.items():
+        kept = measure_kept(facts_of(name), way)
         assert 0.97 < kept[way] / held_layers.held(name, real) < 1.18, way
+        assert kept[f"working {way}"] > 0
 
 
 def test_plans_of_types_in_no_table_take_it():
     facts = facts_of("qwen3_5_text")
     guessed = shape_from_config(facts)
-    measured = with_kept(guessed, facts, lambda facts: {"full bf16": 9000.0, "lora bf16": 7000.0})
+    measured = with_kept(guessed, facts, run_config(), lambda facts, way: {way: 9000.0, f"working {way}": 10.0})
     layout = Layout(precision="bf16")
     assert activation_bytes_per_token(Work(measured, None), layout)[0] == 9000
     assert activation_bytes_per_token(Work(guessed, None), layout)[0] != 9000
@@ -53,20 +59,18 @@ def test_plans_of_types_in_no_table_take_it():
 def test_it_is_measured_once_and_only_where_no_row_knows(tmp_path, monkeypatch):
     monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
     asked = []
-    monkeypatch.setattr(
-        kept_bytes, "measure_kept", lambda facts: asked.append(facts["model_type"]) or {"full fp32": 5.0}
-    )
+    monkeypatch.setattr(kept_bytes, "measure_kept", lambda facts, way: asked.append(way) or {way: 5.0})
     folder = write_family(tmp_path / "lfm2", "lfm2")
-    first, again = read_measured_shape(folder), read_measured_shape(folder)
-    assert first == again and first.kept == (("full fp32", 5.0),) and asked == ["lfm2"]
+    first, again = read_measured_shape(folder, run_config()), read_measured_shape(folder, run_config())
+    assert first == again and first.kept == (("full bf16", 5.0),) and asked == ["full bf16"]
     llama = write_family(tmp_path / "llama", "llama")
-    assert read_measured_shape(llama) == read_shape(llama) and asked == ["lfm2"]
+    assert read_measured_shape(llama, run_config()) == read_shape(llama) and asked == ["full bf16"]
 
 
 def test_code_that_takes_no_fake_tensors_leaves_the_guess(tmp_path, monkeypatch):
     monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
-    assert measure_kept({"model_type": "nobodys"}) == {}
+    assert measure_kept({"model_type": "nobodys"}, "full bf16") == {}
     folder = write_family(tmp_path / "lfm2", "lfm2")
     facts = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"model_type": "nobodys"}
     (folder / "config.json").write_text(json.dumps(facts), encoding="utf-8")
-    assert read_measured_shape(folder).kept == ()
+    assert read_measured_shape(folder, run_config()).kept == ()

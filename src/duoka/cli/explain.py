@@ -99,7 +99,7 @@ def _read_own(config: str, nproc: int | None, language: Language) -> Own:
     ranks = nproc or max(1, len(machine.gpus))
     loaded = load_config(config, start=Start(ranks, bool(machine.gpus)))
     facts = read_model_facts(loaded.config.model, loaded.base)
-    shape = measured(read_model_shape(loaded.config.model, loaded.base, facts), facts)
+    shape = measured(read_model_shape(loaded.config.model, loaded.base, facts), facts, loaded.config)
     lengths = find_lengths(loaded.config, loaded.base)
     cluster = local_cluster(machine, ranks, ranks)
     plan = make_plan(loaded.config, shape, machine, ranks, lengths=lengths, cluster=cluster)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 if TYPE_CHECKING:
     from duoka.config.schema import ModelConfig, RunConfig
     from duoka.plan.shape import ModelShape
@@ -25,16 +27,17 @@ def read_model_shape(model: ModelConfig, base: Path, facts: Mapping[str, Any] | 
     return shape if model.from_scratch else as_in_files(shape, folder, facts)
 
 
-def measured(shape: ModelShape, facts: Mapping[str, Any]) -> ModelShape:
+def measured(shape: ModelShape, facts: Mapping[str, Any], config: RunConfig) -> ModelShape:
     """Of a type that is in no table: with what its layers keep, which takes torch and some seconds once."""
     from duoka.runs.kept import with_kept
 
-    def measure(facts: Mapping[str, Any]) -> dict[str, float]:
+    def measure(facts: Mapping[str, Any], way: str) -> dict[str, float]:
+        click.echo("note: this model type is in no table: what its layers keep is measured, once", err=True)
         from duoka.model.kept_bytes import measure_kept
 
-        return measure_kept(facts)
+        return measure_kept(facts, way)
 
-    return with_kept(shape, facts, measure)
+    return with_kept(shape, facts, config, measure)
 
 
 def shape_for_axes(config: RunConfig, base: Path) -> ModelShape | None:

@@ -168,7 +168,7 @@ def _find_subject(
     for note in loaded.notes:
         click.echo(f"note: {note}", err=True)
     facts = read_model_facts(loaded.config.model, loaded.base)
-    shape = measured(read_model_shape(loaded.config.model, loaded.base, facts), facts)
+    shape = measured(read_model_shape(loaded.config.model, loaded.base, facts), facts, loaded.config)
     config, shape, note = as_computed(loaded.config, shape)
     if note:
         click.echo(f"note: {note}", err=True)

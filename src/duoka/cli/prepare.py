@@ -101,7 +101,7 @@ def prepare_run(
 
     say: Callable[[str], None] = Say()
     folder = model_folder(loaded.config.model, loaded.base, say)
-    shape = measured(read_shape(folder), read_facts(folder))
+    shape = measured(read_shape(folder), read_facts(folder), loaded.config)
     if faults := check_shape(loaded.config.parallel, shape, world_size):
         raise Faults(faults)  # before the data are read, which may take long
     prepared = prepare_data(loaded.config, loaded.base, folder, say=say)

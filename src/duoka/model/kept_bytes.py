@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from duoka.config.schema import LoraConfig
+from duoka.config.schema import LoraConfig, RunConfig
 from duoka.errors import DuokaError
 from duoka.model.attention import register_attention
 from duoka.model.auto_class import language_class
@@ -34,7 +34,7 @@ from duoka.plan.sizes import ModelShape
 from duoka.runs.kept import with_kept
 from duoka.torch_private import FakeTensorMode
 
-_LAYERS = 8
+_LAYERS = 8  # where nothing tells their kinds apart
 _TOKENS = (256, 512)  # more than a chunk of any state
 # Whatever code of a model ends with on tensors that hold nothing; the plan goes on with its guess.
 _BREAKS = (
@@ -43,20 +43,19 @@ _BREAKS = (
 )  # fmt: skip
 
 
-def read_measured_shape(folder: Path) -> ModelShape:
-    return with_kept(read_shape(folder), read_facts(folder), measure_kept)
+def read_measured_shape(folder: Path, config: RunConfig) -> ModelShape:
+    return with_kept(read_shape(folder), read_facts(folder), config, measure_kept)
 
 
-def measure_kept(facts: Mapping[str, Any]) -> dict[str, float]:
-    """Bytes by method and arithmetic ("lora bf16"), the mean of all layers; none where that cannot be seen."""
-    found = {}
-    for method in ("full", "lora"):
-        for precision in ("bf16", "fp32"):
-            for cut in (_cut(facts), dict(facts)):
-                with contextlib.suppress(*_BREAKS):
-                    found[f"{method} {precision}"] = _measure(cut, facts, _Way(method == "lora", precision == "bf16"))
-                    break
-    return found
+def measure_kept(facts: Mapping[str, Any], way: str) -> dict[str, float]:
+    """Bytes under that way ("lora bf16"), the mean of all layers, and what one more holds beside that while its
+    gradient is computed ("working lora bf16"); none where that cannot be seen."""
+    whole = _text_alone(facts)
+    for cut in (_cut(whole), dict(whole)):
+        with contextlib.suppress(*_BREAKS):
+            kept, working = _measure(cut, whole, _Way(way.startswith("lora"), way.endswith("bf16")))
+            return {way: kept, f"working {way}": working}
+    return {}
 
 
 @dataclass(frozen=True)
@@ -65,45 +64,87 @@ class _Way:
     is_half: bool
 
 
-def _measure(cut: dict[str, Any], whole: Mapping[str, Any], way: _Way) -> float:
+def _measure(cut: dict[str, Any], whole: Mapping[str, Any], way: _Way) -> tuple[float, float]:
     config = _config(cut)
-    each = _kept_by_layer(config, way)
+    each, working = _bytes_by_layer(config, way)
     kinds = _text(whole).get("layer_types")
     if isinstance(kinds, list):
         of_kind = {kind: [own for own, other in zip(each, kinds, strict=False) if other == kind] for kind in set(kinds)}
         mean = sum(sum(of_kind[kind]) / len(of_kind[kind]) for kind in kinds) / len(kinds)
     else:
         mean = sum(each) / len(each)
-    if not way.is_half:
-        return mean
-    # Compiled kernels, which keep less, read no fake tensors: their share is that of a small copy.
-    small = tiny_config(config)
-    return mean * sum(_kept_by_layer(small, way, is_fake=False)) / sum(_kept_by_layer(small, way))
+    if way.is_half:
+        # Compiled kernels, which keep less, read no fake tensors: their share is that of a small copy.
+        small = tiny_config(config)
+        real, fake = (_bytes_by_layer(small, way, is_fake=it, learns=False)[0] for it in (False, True))
+        mean *= sum(real) / sum(fake)
+    return mean, max(working)
 
 
-def _kept_by_layer(config: Any, way: _Way, *, is_fake: bool = True) -> list[float]:
-    """Bytes of a token that each layer leaves behind."""
+def _bytes_by_layer(
+    config: Any, way: _Way, *, is_fake: bool = True, learns: bool = True
+) -> tuple[list[float], list[float]]:
+    """(that each layer leaves behind, that it holds beside that in its backward pass), of a token."""
     model = _build(config, way)
     fake = FakeTensorMode(allow_non_fake_inputs=True) if is_fake else contextlib.nullcontext()
     rows = [_packed(tokens) for tokens in _TOKENS]
-    found, marks = [], list[int]()
     with fake, StoragePeak(block=1) as live:
         model.to_empty(device="cpu")
         core: Any = model.core
         core.tie_weights()  # to_empty gives tied names a tensor each
-        layers = find_layers(core)
-        for layer in layers:
-            layer.register_forward_pre_hook(lambda *_: marks.append(live.now))
-        layers[-1].register_forward_hook(lambda *_: marks.append(live.now))
+        marks = _Marks(live, find_layers(core))
         live.hold(model)
-        for tokens, documents in zip(_TOKENS, rows, strict=True):
-            marks.clear()
-            ids = torch.zeros((1, tokens), dtype=torch.long)
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way.is_half):
-                loss, _ = model(ids, ids, ids, documents)
-            found.append([after - before for before, after in itertools.pairwise(marks)])
-            del loss
-    return [(more - few) / (_TOKENS[1] - _TOKENS[0]) for few, more in zip(*found, strict=True)]
+
+        def look(is_backward: bool) -> list[float]:
+            found = []
+            for documents in rows:
+                ids = torch.zeros((1, documents.num_tokens), dtype=torch.long)
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way.is_half):
+                    loss, _ = model(ids, ids, ids, documents)
+                if is_backward:
+                    loss.backward()
+                found.append(marks.take()[is_backward])
+                del loss
+            few, more = found
+            return [(high - low) / (_TOKENS[1] - _TOKENS[0]) for low, high in zip(few, more, strict=True)]
+
+        kept = look(False)
+        # Without weights' gradients, which tokens do not make larger.
+        model.requires_grad_(False)
+        core.get_input_embeddings().register_forward_hook(lambda _, __, states: states.requires_grad_())
+        return kept, look(True) if learns else []
+
+
+class _Marks:
+    """What is held as each layer is entered, and as its backward pass begins and ends."""
+
+    def __init__(self, live: StoragePeak, layers: list[torch.nn.Module]) -> None:
+        self.live = live
+        self.entries: list[int] = []
+        self.begun: list[int] = []
+        self.peaks: list[int] = []
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda *_: self.entries.append(live.now))
+            layer.register_forward_hook(self._see_gradient)
+        layers[-1].register_forward_hook(lambda *_: self.entries.append(live.now))
+
+    def _see_gradient(self, layer: torch.nn.Module, inputs: Any, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        states.register_hook(self._begin)
+
+    def _begin(self, gradient: torch.Tensor) -> None:
+        if self.begun:
+            self.peaks.append(self.live.peak)
+        self.begun.append(self.live.now)
+        self.live.peak = self.live.now
+
+    def take(self) -> tuple[list[int], list[int]]:
+        """(left behind by each, held beside), from the first layer to the last; then from the beginning."""
+        self.peaks.append(self.live.peak)
+        kept = [after - before for before, after in itertools.pairwise(self.entries)]
+        working = [peak - begun for peak, begun in zip(self.peaks, self.begun, strict=False)][::-1]
+        self.entries, self.begun, self.peaks = [], [], []
+        return kept, working
 
 
 def _packed(tokens: int) -> Documents:
@@ -133,20 +174,27 @@ def _build(config: Any, way: _Way) -> LossModel:
     return model
 
 
+def _text_alone(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a model with towers the config of what reads text, where that is a model of its own."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text = _text(facts)
+    return text if text.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else facts
+
+
 def _text(facts: Mapping[str, Any]) -> dict[str, Any]:
     inner = facts.get("text_config")
     return inner if isinstance(inner, dict) else dict(facts)
 
 
 def _cut(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The same model with fewer layers, where these are of all kinds."""
+    """The same model with fewer layers: as many as there are of all kinds, where a list tells these apart."""
     found: dict[str, Any] = copy.deepcopy(dict(facts))
     inner = found["text_config"] if isinstance(found.get("text_config"), dict) else found
-    kinds = inner.get("layer_types")
-    if isinstance(kinds, list) and set(kinds) != set(kinds[:_LAYERS]):
-        return found
+    kinds, layers = inner.get("layer_types"), _LAYERS
+    if isinstance(kinds, list) and kinds:
+        layers = max(2, 1 + max(kinds.index(kind) for kind in kinds))
+        inner["layer_types"] = kinds[:layers]
     if isinstance(inner.get("num_hidden_layers"), int):
-        inner["num_hidden_layers"] = min(_LAYERS, inner["num_hidden_layers"])
-    if isinstance(kinds, list):
-        inner["layer_types"] = kinds[:_LAYERS]
+        inner["num_hidden_layers"] = min(layers, inner["num_hidden_layers"])
     return found

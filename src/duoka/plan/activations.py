@@ -69,7 +69,7 @@ def activation_bytes_per_token(
     """
     if work.program is not None:
         return _kept_by_program(work, work.program, layout, length)
-    if (measured := _measured(work, layout, with_remade)) is not None:
+    if (measured := _measured(work, layout)) is not None:
         return measured / layout.tp, f"per token and layer {measured:,.0f} bytes, measured without numbers"
     how = means_of(work, layout, number)
     whole, cut, formula = _kept_by_duoka(work, layout, length, replace(how, remakes=how.remakes and not with_remade))
@@ -78,18 +78,27 @@ def activation_bytes_per_token(
     return whole + cut / layout.tp, formula
 
 
-def _measured(work: Work, layout: Layout, with_remade: bool) -> float | None:
-    """Of a type in no table; what selective recompute and compiled layers keep of it was not looked at."""
+def measured_bytes(work: Work, layout: Layout, what: str = "") -> float | None:
+    """Of a token in a layer of a type in no table; what selective recompute and compiled layers hold of it was not
+    looked at. `what`: "working " for what its backward pass holds beside."""
     if layout.recompute == "selective" or layout.compile:
         return None
     kept, precision = dict(work.shape.kept), "fp32" if layout.precision == "fp32" else "bf16"
-    full = kept.get(f"full {precision}")
-    if work.lora is None or full is None:
-        return full
+    asked = f"{what}{'full' if work.lora is None else 'lora'} {precision}"
+    if asked in kept or not kept:
+        return kept.get(asked)
+    # One way was measured. Another keeps about as much, in fp32 up to twice as much.
+    other = next((size for name, size in kept.items() if name.startswith("working ") == bool(what)), 0.0)
+    was_half = any(name.endswith("bf16") for name in kept)
+    return other * (2 if was_half and precision == "fp32" else 1)
+
+
+def _measured(work: Work, layout: Layout) -> float | None:
+    found = measured_bytes(work, layout)
+    if found is None or work.lora is None:
+        return found
     beside = work.lora.rank - 16  # that of the measured ones
-    more = (2 if precision == "bf16" else 4) * beside * len(adapted_linears(work.shape, work.lora))
-    lora = kept.get(f"lora {precision}", full) + more
-    return max(lora, full) if with_remade else lora
+    return found + (4 if layout.precision == "fp32" else 2) * beside * len(adapted_linears(work.shape, work.lora))
 
 
 def _kept_by_program(work: Work, program: Program, layout: Layout, length: int) -> tuple[float, str]:

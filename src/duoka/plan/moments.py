@@ -14,6 +14,7 @@ from duoka.plan.activations import (
     learns_head,
     loss_bytes,
     means_of,
+    measured_bytes,
     ranks_of_mlp,
     selective_bytes,
     tail_bytes,
@@ -289,6 +290,7 @@ def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
     if shape.parts.joined_gate:  # whose gradients lie in one tensor, beside what each is made of
         inside = 4
     own = size * tokens * (inside * shape.intermediate_size // ranks_of_mlp(work, layout) + 3 * shape.hidden_size)
+    own = max(own, int((measured_bytes(work, layout, "working ") or 0) * tokens / layout.tp))
     return own + _stacked_bytes(work, layout)
 
 

@@ -114,7 +114,7 @@ class ModelShape:
     is_counted: bool = False
     num_tables: int = 0  # of further tables that words are looked up in
     num_more: int = 0  # in the layers, beside what is counted of them; less than 0 where that is too much
-    kept: tuple[tuple[str, float], ...] = ()  # bytes of a token in a layer, by "full bf16" and such: measured
+    kept: tuple[tuple[str, float], ...] = ()  # bytes of a token in a layer, by "full bf16" and such: kept_bytes.py
     num_beside: int = 0  # of towers for images and sound, which training on text leaves as they are
 
     @property

@@ -10,27 +10,29 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
+from duoka.config.schema import RunConfig
 from duoka.errors import StorageError
 from duoka.plan.sizes import ModelShape
 from duoka.runs.cache import cache_folder
 
 _MEASURED_SO = 1  # another number where layers, or how they are measured, keep something else
-Measure = Callable[[Mapping[str, Any]], dict[str, float]]
+Measure = Callable[[Mapping[str, Any], str], dict[str, float]]
 
 
-def with_kept(shape: ModelShape, facts: Mapping[str, Any], measure: Measure) -> ModelShape:
-    """`shape` with that, where its type is in no table and is not packed; `facts` is its config.json."""
+def with_kept(shape: ModelShape, facts: Mapping[str, Any], config: RunConfig, measure: Measure) -> ModelShape:
+    """`shape` with that of such a run, where its type is in no table and is not packed; `facts` is its config.json."""
     if shape.exact or shape.packed_by or "model_type" not in facts:
         return shape
+    way = f"{'lora' if config.lora else 'full'} {'fp32' if config.train.precision == 'fp32' else 'bf16'}"
     libraries = [f"{name} {version(name)}" for name in ("duoka", "torch", "transformers", "peft")]
     name = hashlib.sha256(
-        json.dumps([_MEASURED_SO, facts, libraries], sort_keys=True, default=str).encode()
+        json.dumps([_MEASURED_SO, way, facts, libraries], sort_keys=True, default=str).encode()
     ).hexdigest()
     try:
         path = cache_folder() / "kept" / f"{name[:32]}.json"
         return replace(shape, kept=tuple(json.loads(path.read_text(encoding="utf-8")).items()))
     except (OSError, ValueError, StorageError):
-        found = measure(facts)
+        found = measure(facts, way)
     with contextlib.suppress(OSError, StorageError):  # it is measured again then
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found), encoding="utf-8")

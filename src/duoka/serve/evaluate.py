@@ -140,8 +140,9 @@ def choose_layout(data: EvalData, folder: Path, world_size: int, local_size: int
         parallel = config.parallel.model_copy(update={"strategy": "ddp"})
         config = config.model_copy(update={"parallel": parallel})
     machine, local = read_machine(), local_size or world_size
+    shape = rows.seen_in(read_measured_shape(folder, config))
     plan = make_plan(
-        config, rows.seen_in(read_measured_shape(folder)), machine, world_size, local_size=local, lengths=data.lengths,
+        config, shape, machine, world_size, local_size=local, lengths=data.lengths,
         cluster=local_cluster(machine, world_size, local),
     )  # fmt: skip
     return plan.layout

@@ -245,7 +245,7 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, rows: RowCh
     plan: Plan = world.agree(
         make_plan(
             planned,
-            rows.seen_in((read_measured_shape if world.is_main else read_shape)(inputs.folder)),
+            rows.seen_in(read_measured_shape(inputs.folder, planned) if world.is_main else read_shape(inputs.folder)),
             machine,
             world.size,
             local_size=world.local_size,
