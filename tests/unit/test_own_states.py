@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from families import family_config, packed, without_dropout
+from families import family_config, packed, padded, without_dropout
 
+from duoka.config.schema import LoraConfig
 from duoka.model.attention import register_attention
 from duoka.model.build import LossModel
 from duoka.model.documents import Documents, group_by_length
+from duoka.model.lora import apply_lora
 from duoka.model.own_states import asks_what_is_read
 from duoka.model.tiny_copy import build_tiny, tiny_config
 from duoka.parallel.recompute import apply_recompute
@@ -20,12 +22,16 @@ LENGTHS = (130, 3, 70, 64, 65, 2, 128)
 KINDS = ("qwen3_5_text", "mamba2", "lfm2", "recurrent_gemma", "nemotron", "stablelm")
 
 
-def build(kind: str) -> tuple[torch.nn.Module, LossModel]:
-    """By transformers alone, and as duoka trains it."""
+def build_plain(kind: str, attention: str) -> torch.nn.Module:
     register_attention()
     config = tiny_config(family_config(kind))
     without_dropout(config)
-    return build_tiny(config, "eager"), LossModel(build_tiny(config, "duoka", own_experts=False))
+    return build_tiny(config, attention, own_experts=False)
+
+
+def build(kind: str) -> tuple[torch.nn.Module, LossModel]:
+    """By transformers alone, and as duoka trains it."""
+    return build_plain(kind, "eager"), LossModel(build_plain(kind, "duoka"))
 
 
 def draw(lengths: tuple[int, ...], seed: int = 1) -> list[torch.Tensor]:
@@ -76,6 +82,54 @@ def test_what_is_computed_again_reads_the_documents_of_its_own_pass(kind, how):
     for loss in losses:
         loss.backward()
     compare_gradients(model, plain)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("how", ["none", "full"])
+def test_adapters_drop_in_packed_rows_what_they_drop_in_padded_ones(kind, how):
+    documents = draw((70, 9, 33))
+    keys = [torch.arange(len(one)) + 1000 * place for place, one in enumerate(documents)]
+    found = []
+    for lay_out in (packed, padded):
+        adapted = apply_lora(build_plain(kind, "duoka"), LoraConfig(rank=4, dropout=0.3))
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                parameter += 0.1 * ("lora_B" in name)
+        model = LossModel(adapted).train()
+        if how != "none":
+            apply_recompute(model.lm, how, model.drops)
+        token_keys = torch.cat(keys)[None] if lay_out is packed else torch.nn.utils.rnn.pad_sequence(keys, True)
+        loss, _ = model(**lay_out(documents), token_keys=token_keys)
+        loss.backward()
+        gradients = [p.grad.flatten() for p in model.parameters() if p.requires_grad]
+        found.append((loss.detach(), torch.cat(gradients)))
+    torch.testing.assert_close(*(loss for loss, _ in found), rtol=1e-5, atol=0)
+    one, other = (gradient for _, gradient in found)
+    assert (one - other).norm() < 1e-4 * other.norm()
+
+
+def drop_around(module, given, states):
+    """As a model does that drops what each of its layers gives, and what that reads."""
+    return F.dropout(states, 0.3, module.training)
+
+
+def test_a_models_own_dropout_counts_the_same_calls(monkeypatch):
+    """Whatever the number of groups that a layer is computed in."""
+    documents = draw((70, 9, 33, 150))
+    keys = [torch.arange(len(one)) + 1000 * place for place, one in enumerate(documents)]
+    losses = []
+    for lay_out in (packed, padded):
+        plain = build_plain("lfm2", "duoka")
+        for module in plain.modules():
+            if type(module).__name__ == "Lfm2ShortConv":
+                module.register_module("drop", torch.nn.Dropout(0.3))  # what says that this model drops by itself
+                module.in_proj.register_forward_hook(drop_around)
+            if type(module).__name__ == "Lfm2MLP":
+                module.register_forward_hook(drop_around)
+        model = LossModel(plain).train()
+        token_keys = torch.cat(keys)[None] if lay_out is packed else torch.nn.utils.rnn.pad_sequence(keys, True)
+        losses.append(model(**lay_out(documents), token_keys=token_keys)[0].detach())
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
 
 def test_layers_that_hand_everything_on_need_no_telling():

@@ -195,7 +195,7 @@ class LossModel(torch.nn.Module):
         self.goal = goal
         self.drops = count_dropout(lm)
         use_own_lengths(lm)
-        keep_states_apart(lm)
+        keep_states_apart(lm, self.drops)
         self.may_draw = False  # what it draws was looked at, and changes nothing
         core: Any = self.core
         find_head = getattr(core, "get_output_embeddings", None)

@@ -188,6 +188,19 @@ class Drops:
         with self._with_keys(_HERE.device, keys):
             yield
 
+    @property
+    def call(self) -> int:
+        """How many calls were counted in this layer."""
+        return _HERE.call
+
+    @contextlib.contextmanager
+    def counting_part(self, take: Callable[[torch.Tensor], torch.Tensor], call: int) -> Iterator[None]:
+        """Around the computation of some of the pass's tokens, which `take` takes of all; after `call` calls, as are
+        the others."""
+        keys, _HERE.call = self.keys[_HERE.device], call
+        with contextlib.nullcontext() if keys is None else self._with_keys(_HERE.device, take(keys)):
+            yield
+
     def again(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """Makes what stands around each recomputation of the pass that this is called in."""
         keys = self.keys[_HERE.device]

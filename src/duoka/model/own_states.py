@@ -8,6 +8,7 @@ LossModel.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import inspect
@@ -17,19 +18,24 @@ import torch
 
 from duoka.model.delta_rule import with_own_delta_rule
 from duoka.model.documents import READ, Group, OwnRows, reading
+from duoka.model.dropout import Drops
 from duoka.model.layers import find_layers, text_decoder
 
 _OTHERS = ("time_shift", "slope_rate", "mlstm_backend")  # RWKV's, MiniMax's and xLSTM's, which have no convolution
 _OF_PACKED_ROWS = ("documents", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
-def keep_states_apart(lm: torch.nn.Module) -> None:
-    """In place; models without such layers stay as they are."""
+def keep_states_apart(lm: torch.nn.Module, drops: Drops | None = None) -> None:
+    """In place; models without such layers stay as they are. `drops`: what is dropped inside of them."""
     for module in (text_decoder(lm) or lm).modules():
-        if _runs_on(module) and not hasattr(module, "forward_at_once"):
+        if not _runs_on(module):
+            continue
+        if not hasattr(module, "forward_at_once"):
             # A class, not a method of this object: replicas that torch makes of it must not call the original.
             plain: Any = type(module)
             module.__class__ = _by_document(plain)
+        if drops is not None:
+            module.counted_drops = drops  # type: ignore[assignment]  # no child of it
 
 
 def asks_what_is_read(core: torch.nn.Module) -> bool:
@@ -73,10 +79,14 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if len(documents.lengths) == 1:
         return self.forward_at_once(*args, **kwargs)
     own, answers = documents.own_rows, []
+    drops: Drops | None = getattr(self, "counted_drops", None)
+    call = 0 if drops is None else drops.call
     with reading(None):
         for group in own.groups:
             take = functools.partial(_take, group, documents.num_tokens)
-            answers.append(self.forward_at_once(*map(take, args), **{name: take(one) for name, one in kwargs.items()}))
+            with contextlib.nullcontext() if drops is None else drops.counting_part(take, call):
+                named = {name: take(one) for name, one in kwargs.items()}
+                answers.append(self.forward_at_once(*map(take, args), **named))
     return _join(own, answers)
 
 
