@@ -4,6 +4,7 @@ import json
 
 import held_layers
 import pytest
+import torch
 from families import write_family
 
 from duoka.config.schema import DataConfig, DataSource, ModelConfig, RunConfig
@@ -65,6 +66,35 @@ def test_it_is_measured_once_and_only_where_no_row_knows(tmp_path, monkeypatch):
     assert first == again and first.kept == (("full bf16", 5.0),) and asked == ["full bf16"]
     llama = write_family(tmp_path / "llama", "llama")
     assert read_measured_shape(llama, run_config()) == read_shape(llama) and asked == ["full bf16"]
+
+
+def test_what_is_refused_or_damaged_is_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
+    facts = facts_of("lfm2")
+    shape, answers = shape_from_config(facts), [None, {"full bf16": 1.0}, {"full bf16": 2.0}]
+
+    def look():
+        return with_kept(shape, facts, run_config(), lambda *_: answers.pop(0)).kept
+
+    assert (look(), look(), look()) == ((), (("full bf16", 1.0),), (("full bf16", 1.0),))
+    (file,) = (tmp_path / "cache" / "kept").iterdir()
+    for damaged in ("[1]", '{"full', ""):
+        answers[:] = [{"full bf16": 2.0}]
+        file.write_text(damaged, encoding="utf-8")
+        assert look() == (("full bf16", 2.0),)
+
+
+def refuse(*given, **told):
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 32768 bytes")
+
+
+def test_measuring_draws_nothing_and_needs_no_gradients_around_it(monkeypatch):
+    before = torch.random.get_rng_state()
+    with torch.no_grad():
+        assert measure_kept(facts_of("lfm2"), "full fp32").keys() == {"full fp32", "working full fp32"}
+    assert torch.equal(before, torch.random.get_rng_state())
+    monkeypatch.setattr(kept_bytes, "tiny_config", refuse)
+    assert measure_kept(facts_of("lfm2"), "full bf16") is None
 
 
 def test_code_that_takes_no_fake_tensors_leaves_the_guess(tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ def measured(shape: ModelShape, facts: Mapping[str, Any], config: RunConfig) -> 
     """Of a type that is in no table: with what its layers keep, which takes torch and some seconds once."""
     from duoka.runs.kept import with_kept
 
-    def measure(facts: Mapping[str, Any], way: str) -> dict[str, float]:
+    def measure(facts: Mapping[str, Any], way: str) -> dict[str, float] | None:
         click.echo("note: this model type is in no table: what its layers keep is measured, once", err=True)
         from duoka.model.kept_bytes import measure_kept
 

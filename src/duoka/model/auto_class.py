@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from duoka.plan.in_files import TEXT_ALONE
+
 
 def language_class(config: Any) -> Any:
     """The auto class of a config; AutoModelForCausalLM says itself what it does not know."""
@@ -15,6 +17,6 @@ def language_class(config: Any) -> Any:
 
     own_code = getattr(config, "auto_map", None) or {}
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
-    if AutoModelForCausalLM.__name__ in own_code or not reads_images or config.model_type == "llama4":
+    if AutoModelForCausalLM.__name__ in own_code or not reads_images or config.model_type in TEXT_ALONE:
         return AutoModelForCausalLM
     return AutoModelForImageTextToText  # where both know a type (Qwen3.5), the language model leaves its towers out

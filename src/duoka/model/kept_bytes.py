@@ -28,13 +28,15 @@ from duoka.model.fused import apply_fused
 from duoka.model.layers import find_layers
 from duoka.model.lora import apply_lora
 from duoka.model.storage_peak import StoragePeak
-from duoka.model.tiny_copy import tiny_config
+from duoka.model.tiny_copy import count_parameters, tiny_config
 from duoka.plan.shape import read_facts, read_shape
 from duoka.plan.sizes import ModelShape
+from duoka.process.refused import refused_by_system
 from duoka.runs.kept import with_kept
 from duoka.torch_private import FakeTensorMode
 
 _LAYERS = 8  # where nothing tells their kinds apart
+_MOST_PARAMETERS = 50_000_000  # of a small copy, whose tensors are real
 _TOKENS = (256, 512)  # more than a chunk of any state
 # Whatever code of a model ends with on tensors that hold nothing; the plan goes on with its guess.
 _BREAKS = (
@@ -47,14 +49,20 @@ def read_measured_shape(folder: Path, config: RunConfig) -> ModelShape:
     return with_kept(read_shape(folder), read_facts(folder), config, measure_kept)
 
 
-def measure_kept(facts: Mapping[str, Any], way: str) -> dict[str, float]:
+def measure_kept(facts: Mapping[str, Any], way: str) -> dict[str, float] | None:
     """Bytes under that way ("lora bf16"), the mean of all layers, and what one more holds beside that while its
-    gradient is computed ("working lora bf16"); none where that cannot be seen."""
-    whole = _text_alone(facts)
+    gradient is computed ("working lora bf16"); none where that cannot be seen. None where the system refused it memory.
+    """
+    whole, how = _text_alone(facts), _Way(way.startswith("lora"), way.endswith("bf16"))
     for cut in (_cut(whole), dict(whole)):
-        with contextlib.suppress(*_BREAKS):
-            kept, working = _measure(cut, whole, _Way(way.startswith("lora"), way.endswith("bf16")))
+        # Nobody's numbers are drawn here, whatever the pass around it is.
+        try:
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                kept, working = _measure(cut, whole, how)
             return {way: kept, f"working {way}": working}
+        except _BREAKS as error:
+            if refused_by_system(error) is not None:
+                return None
     return {}
 
 
@@ -76,8 +84,9 @@ def _measure(cut: dict[str, Any], whole: Mapping[str, Any], way: _Way) -> tuple[
     if way.is_half:
         # Compiled kernels, which keep less, read no fake tensors: their share is that of a small copy.
         small = tiny_config(config)
-        real, fake = (_bytes_by_layer(small, way, is_fake=it, learns=False)[0] for it in (False, True))
-        mean *= sum(real) / sum(fake)
+        if count_parameters(small, False) <= _MOST_PARAMETERS:
+            real, fake = (_bytes_by_layer(small, way, is_fake=it, learns=False)[0] for it in (False, True))
+            mean *= sum(real) / sum(fake)
     return mean, max(working)
 
 
@@ -163,7 +172,7 @@ def _config(facts: Mapping[str, Any]) -> Any:
 def _build(config: Any, way: _Way) -> LossModel:
     attention = register_attention()
     dtype = torch.bfloat16 if way.has_adapters and way.is_half else torch.float32
-    with quiet_loading(), torch.device("meta"), torch.random.fork_rng(devices=[]):
+    with quiet_loading(), torch.device("meta"):
         lm = language_class(config).from_config(config, dtype=dtype, attn_implementation=attention)
         use_own_experts(lm)
         freeze_beside_text(lm)

@@ -79,10 +79,10 @@ def activation_bytes_per_token(
 
 
 def measured_bytes(work: Work, layout: Layout, what: str = "") -> float | None:
-    """Of a token in a layer of a type in no table; what selective recompute and compiled layers hold of it was not
-    looked at. `what`: "working " for what its backward pass holds beside."""
-    if layout.recompute == "selective" or layout.compile:
-        return None
+    """Of a token in a layer of a type in no table. `what`: "working " for what its backward pass holds beside.
+
+    Compiled layers and selective recompute keep at most that: states are computed by many products.
+    """
     kept, precision = dict(work.shape.kept), "fp32" if layout.precision == "fp32" else "bf16"
     asked = f"{what}{'full' if work.lora is None else 'lora'} {precision}"
     if asked in kept or not kept:
@@ -232,6 +232,8 @@ def selective_bytes(work: Work, layout: Layout) -> float:
     """Per token and layer: its input, and the outputs of seven products and of attention with its row sums."""
     if work.program is not None:
         return _selective_of_program(work, work.program, layout)
+    if (measured := _measured(work, layout)) is not None:
+        return measured / layout.tp
     shape, half = work.shape, layout.precision != "fp32"
     size = 2 if half else 4
     cut = shape.q_size + 2 * shape.kv_size + (1 + shape.gated) * shape.intermediate_size

@@ -28,7 +28,7 @@ _TABLE = re.compile(r"(^|\.)embed\w*\.weight$|(^|\.)w[tp]e\.weight$")
 # Layers that guess further words, and buffers: transformers loads neither.
 _NOT_LOADED = re.compile(r"(^|\.)mtp\.|\.inv_freq$")
 _TOWERS_WITHIN = {"phi4_multimodal"}  # in what reads text, and trained with it
-# Built by transformers' language model, which is the part that reads text alone: the rest stays in the files.
+# Read as the part that reads text alone, and the rest stays in the files: their classes for both cannot be called.
 TEXT_ALONE = {"llama4"}
 # What configs of towers call their layers, their width, and that of their MLPs.
 _SIZES = (

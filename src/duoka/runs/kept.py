@@ -13,10 +13,11 @@ from typing import Any
 from duoka.config.schema import RunConfig
 from duoka.errors import StorageError
 from duoka.plan.sizes import ModelShape
-from duoka.runs.cache import cache_folder
+from duoka.runs.cache import cache_folder, make_folder
+from duoka.runs.folder import write_json_atomic
 
 _MEASURED_SO = 1  # another number where layers, or how they are measured, keep something else
-Measure = Callable[[Mapping[str, Any], str], dict[str, float]]
+Measure = Callable[[Mapping[str, Any], str], dict[str, float] | None]  # None: not now
 
 
 def with_kept(shape: ModelShape, facts: Mapping[str, Any], config: RunConfig, measure: Measure) -> ModelShape:
@@ -28,12 +29,12 @@ def with_kept(shape: ModelShape, facts: Mapping[str, Any], config: RunConfig, me
     name = hashlib.sha256(
         json.dumps([_MEASURED_SO, way, facts, libraries], sort_keys=True, default=str).encode()
     ).hexdigest()
-    try:
+    with contextlib.suppress(OSError, ValueError, AttributeError, StorageError):
         path = cache_folder() / "kept" / f"{name[:32]}.json"
         return replace(shape, kept=tuple(json.loads(path.read_text(encoding="utf-8")).items()))
-    except (OSError, ValueError, StorageError):
-        found = measure(facts, way)
+    if (found := measure(facts, way)) is None:
+        return shape
     with contextlib.suppress(OSError, StorageError):  # it is measured again then
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found), encoding="utf-8")
+        make_folder(cache_folder() / "kept")
+        write_json_atomic(cache_folder() / "kept" / f"{name[:32]}.json", found, durable=False)
     return replace(shape, kept=tuple(found.items()))
