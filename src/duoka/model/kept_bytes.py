@@ -57,7 +57,7 @@ def measure_kept(facts: Mapping[str, Any], way: str) -> dict[str, float] | None:
     for cut in (_cut(whole), dict(whole)):
         # Nobody's numbers are drawn here, whatever the pass around it is.
         try:
-            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            with quiet_loading(), torch.random.fork_rng(devices=[]), torch.enable_grad():
                 kept, working = _measure(cut, whole, how)
             return {way: kept, f"working {way}": working}
         except _BREAKS as error:
@@ -172,7 +172,7 @@ def _config(facts: Mapping[str, Any]) -> Any:
 def _build(config: Any, way: _Way) -> LossModel:
     attention = register_attention()
     dtype = torch.bfloat16 if way.has_adapters and way.is_half else torch.float32
-    with quiet_loading(), torch.device("meta"):
+    with torch.device("meta"):
         lm = language_class(config).from_config(config, dtype=dtype, attn_implementation=attention)
         use_own_experts(lm)
         freeze_beside_text(lm)
