@@ -56,6 +56,8 @@ def runs(tmp_path_factory):
         alone.append((str(yaml), [], folder / "runs" / f"{name}-single"))
         splits = SPLITS if name == "gemma3" else {key: SPLITS[key] for key in ("ddp", "fsdp")}
         shared += [(str(yaml), own, folder / "runs" / f"{name}-{split}") for split, own in splits.items()]
+        if name == "mllama":
+            shared.append((str(yaml), [*SPLITS["ddp"], "train_only={layers: 3}"], folder / "runs" / "mllama-some"))
         if name == "gemma3":
             alone.append((str(yaml), LORA, folder / "runs" / f"{name}-lora"))
             shared += [
@@ -91,6 +93,12 @@ def test_a_text_trains_what_reads_text_and_leaves_the_towers(runs, name):
     shape = read_shape(runs / name)
     assert shape.num_parameters == sum(before[key].numel() for key in others)
     assert shape.num_beside == sum(before[key].numel() for key in towers)
+
+
+def test_layers_that_no_text_reaches_are_not_trained_when_chosen(runs):
+    before, after = load_file(runs / "mllama" / "model.safetensors"), result_of(runs, "mllama-some")
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed == {key for key in before if key.startswith("language_model.model.layers.1.")}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

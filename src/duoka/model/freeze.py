@@ -21,6 +21,10 @@ def freeze_beside_text(model: torch.nn.Module) -> None:
     for parameter in model.base_model.parameters():  # type: ignore[union-attr, operator]
         if id(parameter) not in trained:
             parameter.requires_grad_(False)
+    _freeze_skipped(model)
+
+
+def _freeze_skipped(model: torch.nn.Module) -> None:
     for layer in skipped_layers(model).values():
         layer.requires_grad_(False)
 
@@ -35,6 +39,7 @@ def apply_train_only(model: torch.nn.Module, chosen: TrainOnlyConfig) -> None:
     model.requires_grad_(False)
     for module in trained:
         module.requires_grad_(True)
+    _freeze_skipped(model)
 
 
 def find_layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:

@@ -75,12 +75,13 @@ class _Way:
 def _measure(cut: dict[str, Any], whole: Mapping[str, Any], way: _Way) -> tuple[float, float]:
     config = _config(cut)
     each, working = _bytes_by_layer(config, way)
-    kinds = _text(whole).get("layer_types")
-    if isinstance(kinds, list):
-        of_kind = {kind: [own for own, other in zip(each, kinds, strict=False) if other == kind] for kind in set(kinds)}
-        mean = sum(sum(of_kind[kind]) / len(of_kind[kind]) for kind in kinds) / len(kinds)
-    else:
-        mean = sum(each) / len(each)
+    known = _text(whole).get("layer_types")
+    kinds = known if isinstance(known, list) and known else [""] * len(each)
+    # Of the first and of the last layer a part lies outside of them; where a kind has no other, it has to do.
+    named = list(zip(each, kinds, strict=False))
+    inner = named[1:-1] if {kind for _, kind in named[1:-1]} == set(kinds) else named
+    of_kind = {kind: [own for own, other in inner if other == kind] for kind in set(kinds)}
+    mean = sum(sum(of_kind[kind]) / len(of_kind[kind]) for kind in kinds) / len(kinds)
     if way.is_half:
         # Compiled kernels, which keep less, read no fake tensors: their share is that of a small copy.
         small = tiny_config(config)
@@ -197,12 +198,13 @@ def _text(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The same model with fewer layers: as many as there are of all kinds, where a list tells these apart."""
+    """The same model with fewer layers; where a list tells their kinds apart, each stands once between others."""
     found: dict[str, Any] = copy.deepcopy(dict(facts))
     inner = found["text_config"] if isinstance(found.get("text_config"), dict) else found
     kinds, layers = inner.get("layer_types"), _LAYERS
     if isinstance(kinds, list) and kinds:
-        layers = max(2, 1 + max(kinds.index(kind) for kind in kinds))
+        later = kinds[1:]
+        layers = 3 + max((later.index(kind) for kind in later), default=0)
         inner["layer_types"] = kinds[:layers]
     if isinstance(inner.get("num_hidden_layers"), int):
         inner["num_hidden_layers"] = min(layers, inner["num_hidden_layers"])

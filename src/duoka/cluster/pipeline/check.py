@@ -27,7 +27,8 @@ from duoka.plan.choose import check_machine, check_packages
 from duoka.plan.hardware import Machine
 from duoka.plan.offload import with_disk
 from duoka.plan.report import make_plan
-from duoka.plan.shape import read_shape
+from duoka.plan.shape import read_facts, read_shape
+from duoka.runs.kept import with_kept
 from duoka.tasks.check import check_tasks
 from duoka.units import format_bytes
 
@@ -87,8 +88,10 @@ def _look(nodes: Nodes, node: Node, place: Place, is_done: Callable[[Node], bool
         folder = model_folder(model, first_base)
         faults += _check_examples(config, base, load_tokenizer(folder, config.model.template))
         machine = with_disk(place.machine, config.parallel.offloads, place.output)
+        # What was not measured yet is, when its stage begins.
+        shape = with_kept(read_shape(folder), read_facts(folder), config, lambda *_: None)
         plan = make_plan(
-            config, read_shape(folder), machine, place.num_processes, local_size=place.num_processes,
+            config, shape, machine, place.num_processes, local_size=place.num_processes,
             cluster=local_cluster(place.machine, place.num_processes, place.num_processes),
             lengths=find_lengths(config, base),
         )  # fmt: skip
