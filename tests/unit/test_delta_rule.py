@@ -9,7 +9,7 @@ from needs import since
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from duoka.model import delta_rule
-from duoka.model.delta_rule import with_own_delta_rule
+from duoka.model.own_states import with_own_scan
 
 ROWS, HEADS, DIM, DIM_OF_VALUES = 2, 4, 16, 24
 
@@ -79,6 +79,6 @@ def test_products_are_fp32_under_autocast_and_little_is_kept():
 
 @since(transformers="5.24")  # before, layers have it as an attribute, and theirs is left
 def test_layers_of_transformers_call_it():
-    assert with_own_delta_rule(Qwen3_5GatedDeltaNet.forward) is not Qwen3_5GatedDeltaNet.forward
+    assert with_own_scan(Qwen3_5GatedDeltaNet.forward) is not Qwen3_5GatedDeltaNet.forward
     plain = torch.nn.Linear.forward
-    assert with_own_delta_rule(plain) is plain
+    assert with_own_scan(plain) is plain

@@ -230,7 +230,7 @@ def test_smoothing_is_for_training_only(tiny_model):
         assert abs(ours.item() / want.item() - 1) < 1e-6, f"training={training}"
 
 
-def test_a_norm_that_may_be_given_a_gate_is_left_alone():
+def test_a_norm_that_may_be_given_a_gate_is_no_norm_of_one_input():
     """Bamba's in transformers 5.17: of one input it is an RMS norm."""
 
     class Plain(torch.nn.Module):
@@ -248,8 +248,14 @@ def test_a_norm_that_may_be_given_a_gate_is_left_alone():
             inverse = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
             return self.weight * (hidden_states * inverse)
 
-    assert apply_fused(torch.nn.ModuleList([Gated()])) == 0
-    assert apply_fused(torch.nn.ModuleList([Plain()])) == 1
+    found = []
+    for kind, part in ((Gated, "gated norm"), (Plain, "norm")):
+        held = torch.nn.ModuleList([kind()])
+        assert apply_fused(held) == 1 and fused_parts(held) == {part}
+        found.append(held[0])
+    x, gate = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    torch.testing.assert_close(found[0](x), found[1](x))
+    torch.testing.assert_close(found[0](x, gate), Gated()(x, gate))
 
 
 def test_a_norm_is_called_by_the_name_of_its_input_and_may_lack_a_weight():

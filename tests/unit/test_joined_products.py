@@ -20,6 +20,11 @@ PARTS = {  # what is replaced beside the adapters
     "gpt_neox": {"rotation", "activation"},
     "gpt2": {"activation"},
 }
+HYBRIDS = {  # whose MLPs have names of their own
+    "granitemoehybrid": {"norm", "rotation", "activation", "gated norm", "joined MLP by silu"},
+    "lfm2": {"norm", "rotation", "MLP by silu"},
+    "xlstm": {"activation"},
+}
 WHOLE = {"phi3": {"sliding_window": None}}
 EDGES = torch.tensor([0, 11, 40], dtype=torch.int32)
 
@@ -41,12 +46,12 @@ def learn(folder, lora, fuse):
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, dropout=0.0)], ids=["full", "lora"])
-@pytest.mark.parametrize("family", PARTS)
+@pytest.mark.parametrize("family", [*PARTS, *HYBRIDS])
 def test_it_learns_the_same(tmp_path, family, lora):
     folder = families.write_family(tmp_path, family)
     lm, ours, got = learn(folder, lora, True)
     _, plain, want = learn(folder, lora, False)
-    assert fused_parts(lm) - {"adapters"} == PARTS[family]
+    assert fused_parts(lm) - {"adapters"} == {**PARTS, **HYBRIDS}[family]
     assert abs(ours.item() / plain.item() - 1) < 1e-6
     for name, grad in want.items():
         error = float((got[name] - grad).norm() / grad.norm().clamp_min(1e-6))

@@ -49,12 +49,17 @@ def learn_alone(plain: torch.nn.Module, documents: list[torch.Tensor]) -> float:
     return float(total.detach())
 
 
+# transformers' delta rule is off by 4e-4 from what fp64 gives here, ours by 8e-5.
+OFF = {"qwen3_5_text": 1e-3}
+
+
 def compare_gradients(model: LossModel, plain: torch.nn.Module) -> None:
+    off = OFF.get(plain.config.model_type, 1e-4)
     wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     scale = max(float(gradient.norm()) for gradient in wanted.values())
     for name, parameter in model.lm.named_parameters():
         own = torch.zeros(()) if parameter.grad is None else parameter.grad
-        assert float((own - wanted.get(name, torch.zeros(()))).norm()) < 1e-4 * scale, name
+        assert float((own - wanted.get(name, torch.zeros(()))).norm()) < off * scale, name
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,32 +11,22 @@ computes the rest again, some heads after the others. Where flash-linear-attenti
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from duoka.model.rewired import rewired
+from duoka.model.chunk_scan import decay_of_pairs
 
-NAME = "torch_chunk_gated_delta_rule"
+NAME, KERNELS = "torch_chunk_gated_delta_rule", "fla"  # transformers' function, and the package that is faster
 CHUNK = 64
 # Numbers of the values of heads that are computed together: what a processor's caches hold, or enough for a GPU.
 AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}
 _EPS = 1e-6  # of the norms of queries and keys
 
 
-@functools.cache
-def with_own_delta_rule(forward: Any) -> Any:
-    """The forward of a layer, with this in place of transformers' function; as it is where it calls none."""
-    if importlib.util.find_spec("fla") is not None:
-        return forward
-    return rewired(forward, NAME, _in_place_of) or forward
-
-
-def _in_place_of(theirs: Any) -> Any:
+def in_place_of(theirs: Any) -> Any:
     def compute(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -116,7 +106,7 @@ class _Chunks(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     beta: torch.Tensor  # (..., 1)
-    decay: torch.Tensor  # the logarithm of all decay from the chunk's begin to each token
+    decay: torch.Tensor  # the logarithm of all decay from the chunk's begin to each token, in fp64
     pairs: torch.Tensor  # (..., tokens, tokens): decay from the second to the first, 0 where the second is later
     lengths: tuple[torch.Tensor, torch.Tensor] | None  # by which queries and keys were divided, of keys' heads: 1 / |x|
     group: int  # value heads of each key
@@ -141,10 +131,8 @@ def _read(inputs: tuple[torch.Tensor, ...], keys: slice, values: slice, has_norm
     query = query * query.shape[-1] ** -0.5
     if group > 1:
         query, key = (one.repeat_interleave(group, dim=1) for one in (query, key))
-    decay = decay.cumsum(-1)
-    apart = decay[..., :, None] - decay[..., None, :]
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay.device).triu(1)
-    pairs = apart.masked_fill_(later, float("-inf")).exp_()
+    decay = decay.double().cumsum(-1)
+    pairs = decay_of_pairs(decay)
     return _Chunks(query, key, value, beta[..., None], decay, pairs, lengths, group)  # type: ignore[arg-type]
 
 
@@ -159,18 +147,18 @@ def _solve(at: _Chunks) -> _Solved:
 
 def _since(at: _Chunks) -> torch.Tensor:
     """Decay from the chunk's begin to each token."""
-    return at.decay.exp()[..., None]
+    return at.decay.float().exp()[..., None]
 
 
 def _until(at: _Chunks) -> torch.Tensor:
     """From each token to the chunk's end."""
-    return (at.decay[..., -1:] - at.decay).exp()[..., None]
+    return (at.decay[..., -1:] - at.decay).float().exp()[..., None]
 
 
 def _scan(at: _Chunks, solved: _Solved) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
     """(answers, the state before each chunk, what each chunk writes)."""
     query, key = at.query * _since(at), at.key * _until(at)
-    over = at.decay[..., -1].exp()[..., None, None]
+    over = _since(at)[..., -1, :, None]
     state = query.new_zeros(*query.shape[:2], query.shape[-1], at.value.shape[-1])
     states, written, answers = [], [], []
     for n in range(query.shape[2]):
@@ -186,7 +174,7 @@ def _learn(at: _Chunks, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
     solved = _solve(at)
     _, states, written = _scan(at, solved)
     since, until = _since(at), _until(at)
-    query, key, over = at.query * since, at.key * until, at.decay[..., -1].exp()
+    query, key, over = at.query * since, at.key * until, since[..., -1, 0]
     of_state = torch.zeros_like(states[0])
     of_written, of_keys, of_over, of_query, of_key = [], [], [], [], []
     for n in reversed(range(query.shape[2])):
@@ -227,11 +215,12 @@ def _through_chunks(
     d_query = of_attention @ at.key + read[0] * since
     d_key = of_below.mT @ scaled + of_attention.mT @ at.query + read[1] * until + of_scaled * at.beta
     leaves = (read[1] * at.key).sum(-1) * until[..., 0]
+    of_pairs = of_pairs.double()  # what is added below cancels out
     d_decay = of_pairs.sum(-1) - of_pairs.sum(-2) + (of_since * scaled).sum(-1)
     d_decay += (read[0] * at.query).sum(-1) * since[..., 0] - leaves
-    d_decay[..., -1] += leaves.sum(-1) + of_over * at.decay[..., -1].exp()
+    d_decay[..., -1] += leaves.sum(-1) + of_over * since[..., -1, 0]
     d_beta = (of_values * at.value).sum(-1) + (of_scaled * at.key).sum(-1)
-    d_g = d_decay.flip(-1).cumsum(-1).flip(-1)
+    d_g = d_decay.flip(-1).cumsum(-1).flip(-1).float()
     both = (d_query, at.query, 0, at.query.shape[-1] ** -0.5), (d_key, at.key, 1, 1.0)
     return *(_through_norm(at, *one) for one in both), of_values * at.beta, d_g, d_beta
 

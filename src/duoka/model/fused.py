@@ -16,7 +16,8 @@ import torch
 from duoka.model import gpu_kernels, native
 from duoka.model.adapted import forward_adapted, is_frozen_with_adapter
 from duoka.model.alike import answers_alike, draw
-from duoka.model.gated import forward_gated, forward_joined
+from duoka.model.gated import MLPS, Mlp, forward_gated
+from duoka.model.gated_norms import forward_gated_norm
 from duoka.model.gates import ACTS, Act
 from duoka.model.norms import forward_normed, may_be_norm
 from duoka.model.remade import can_be_remade
@@ -41,7 +42,7 @@ def apply_fused(lm: torch.nn.Module, *, keeps_products: bool = False) -> int:
         is_left = module is head or module in gates
         part, kind = ("", None) if is_left else _find_kind(module, not keeps_products, in_place)
         if kind is not None:
-            gates |= {getattr(module, names[-1], None) for names in _MLPS} if GATED_BY in part else set()
+            gates |= {getattr(module, names.act or "", None) for names in MLPS} if GATED_BY in part else set()
             # A class, not a method of this object: replicas that torch makes of it must not call the original.
             module.__class__ = _with_forward(type(module), kind, part)  # type: ignore[arg-type]
             count += 1
@@ -57,13 +58,16 @@ def fused_parts(lm: torch.nn.Module) -> frozenset[str]:
 
 def _find_kind(module: torch.nn.Module, adapters: bool, in_place: bool) -> tuple[str, Any]:
     """(which part it is, the forward that takes its own's place; None: it stays)."""
+    gated_norm = forward_gated_norm(module)
+    if gated_norm is not None:
+        return "gated norm", gated_norm
     if may_be_norm(module):
         return "norm", forward_normed(type(module))  # type: ignore[arg-type]
-    for names, is_joined in _MLPS.items():
-        if all(isinstance(getattr(module, name, None), torch.nn.Module) for name in names):
-            act = _act_of(module, names[-1], is_joined)
-            part = f"{JOINED * is_joined}{GATED_BY}{act.name}" if act else "MLP"
-            return part, None if act is None else _forward_by(act, is_joined)
+    for names in MLPS:
+        if all(isinstance(getattr(module, name, None), torch.nn.Module) for name in names if name):
+            act = _act_of(module, names)
+            part = f"{JOINED * (names.up is None)}{GATED_BY}{act.name}" if act else "MLP"
+            return part, None if act is None else _forward_by(act, names)
     if _asks_for_attention(type(module)):
         return "rotation", _forward_rotated(type(module).forward, in_place)
     if adapters and hasattr(module, "lora_A"):
@@ -103,25 +107,20 @@ def _forward_rotated(forward: Any, in_place: bool) -> Any:
 # --- gated MLP: down(act(gate(x)) * up(x)) (gated.py) ---
 
 
-# What its parts are called, the gate's function last; whether one product gives gate and up.
-_MLPS = {("gate_proj", "up_proj", "down_proj", "act_fn"): False, ("gate_up_proj", "down_proj", "activation_fn"): True}
-
-
-def _act_of(mlp: torch.nn.Module, name: str, is_joined: bool) -> Act | None:
+def _act_of(mlp: torch.nn.Module, names: Mlp) -> Act | None:
     """The function of the gate, where it is computed as we do; None: otherwise."""
-    gate, up, both, down = draw(8, 12), draw(8, 12), draw(8, 24), draw(12, 8)
-    products = {"gate_proj": lambda x: x @ gate, "up_proj": lambda x: x @ up, "gate_up_proj": lambda x: x @ both}
-    stub = SimpleNamespace(**products, down_proj=lambda x: x @ down, **{name: getattr(mlp, name)})
-    forms = ((one, functools.partial(_forward_by(one, is_joined), stub)) for one in ACTS)
+    gate, up, down = draw(8, 12 if names.up else 24), draw(8, 12), draw(12, 8)
+    parts: dict[str, Any] = {names.gate: lambda x: x @ gate, names.down: lambda x: x @ down}
+    parts |= {names.up: lambda x: x @ up} if names.up else {}
+    stub = SimpleNamespace(**parts, **({names.act: getattr(mlp, names.act)} if names.act else {}))
+    forms = ((one, functools.partial(_forward_by(one, names), stub)) for one in ACTS)
     return next((one for one, form in forms if answers_alike(type(mlp), stub, draw(3, 8), form)), None)
 
 
 @functools.cache
-def _forward_by(act: Act, is_joined: bool) -> Any:
-    ours = forward_joined if is_joined else forward_gated
-
+def _forward_by(act: Act, names: Mlp) -> Any:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return ours(self, x, act)
+        return forward_gated(self, x, act, names)
 
     return forward
 

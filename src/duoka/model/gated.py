@@ -1,13 +1,13 @@
 """The gated MLP of a fused model: down(act(gate(x)) * up(x)), with less kept for the backward pass.
 
-`forward_gated` and `forward_joined` take the place of a module's forward where fused.py found that the two answer the
-same; gates.py computes what lies between the products, fp8.py those of 8 bits. Without `up`, `gate` has both.
+`forward_gated` takes the place of a module's forward where fused.py found that the two answer the same; gates.py
+computes what lies between the products, fp8.py those of 8 bits. Without `up`, `gate` has both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -113,13 +113,26 @@ def _narrow_inside(act: Act, gate: torch.Tensor, up: torch.Tensor | None) -> Nar
     return quantize(times(act, gate, up).flatten(0, -2), E4M3)
 
 
-def forward_gated(self: Any, x: torch.Tensor, act: Act = SILU) -> torch.Tensor:
-    return _multiply_down(self.down_proj, self.gate_proj(x), self.up_proj(x), act)
+class Mlp(NamedTuple):
+    """What its parts are called."""
+
+    gate: str  # or of one product for gate and up
+    up: str | None
+    down: str
+    act: str | None  # None: SiLU is written in its forward
 
 
-def forward_joined(self: Any, x: torch.Tensor, act: Act = SILU) -> torch.Tensor:
-    """Of one product for gate and up."""
-    return _multiply_down(self.down_proj, self.gate_up_proj(x), None, act)
+MLPS = (
+    Mlp("gate_proj", "up_proj", "down_proj", "act_fn"),
+    Mlp("gate_up_proj", None, "down_proj", "activation_fn"),
+    Mlp("input_linear", None, "output_linear", "activation"),  # Granite's mixtures and hybrids
+    Mlp("w1", "w3", "w2", None),  # LFM2
+)
+
+
+def forward_gated(self: Any, x: torch.Tensor, act: Act = SILU, names: Mlp = MLPS[0]) -> torch.Tensor:
+    gate, up = getattr(self, names.gate), None if names.up is None else getattr(self, names.up)
+    return _multiply_down(getattr(self, names.down), gate(x), None if up is None else up(x), act)
 
 
 def _multiply_down(down: Any, gate: torch.Tensor, up: torch.Tensor | None, act: Act) -> torch.Tensor:

@@ -11,17 +11,20 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import importlib.util
 import inspect
 from typing import Any
 
 import torch
 
-from duoka.model.delta_rule import with_own_delta_rule
+from duoka.model import chunk_scan, delta_rule, selective_scan
 from duoka.model.documents import READ, Group, OwnRows, reading
 from duoka.model.dropout import Drops
 from duoka.model.layers import find_layers, text_decoder
+from duoka.model.rewired import rewired
 
 _OTHERS = ("time_shift", "slope_rate", "mlstm_backend")  # RWKV's, MiniMax's and xLSTM's, which have no convolution
+_SCANS = (delta_rule, chunk_scan, selective_scan)
 _OF_PACKED_ROWS = ("documents", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
@@ -63,9 +66,17 @@ def _runs_on(module: torch.nn.Module) -> bool:
     return has_convolution or any(hasattr(module, name) for name in _OTHERS)
 
 
+def with_own_scan(forward: Any) -> Any:
+    """The forward of a layer, with our function in place of transformers' that goes over the row."""
+    for scan in _SCANS:
+        if importlib.util.find_spec(scan.KERNELS) is None:
+            forward = rewired(forward, scan.NAME, scan.in_place_of) or forward
+    return forward
+
+
 @functools.cache
 def _by_document(kind: Any) -> type:
-    members = {"forward": _forward, "forward_at_once": with_own_delta_rule(kind.forward)}
+    members = {"forward": _forward, "forward_at_once": with_own_scan(kind.forward)}
     return type(f"Apart{kind.__name__}", (kind,), members)
 
 
