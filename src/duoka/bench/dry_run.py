@@ -23,7 +23,7 @@ from duoka.comm.ledger import LEDGER, Traffic
 from duoka.comm.world import World
 from duoka.config.schema import RunConfig
 from duoka.model.attention import register_attention
-from duoka.model.auto_class import language_class
+from duoka.model.auto_class import config_of, language_class
 from duoka.model.build import LossModel, find_core, named_part, quiet_loading
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.experts import use_own_experts
@@ -288,7 +288,7 @@ def _engine(config: RunConfig, facts: dict[str, Any], layout: Layout, world: Wor
     register_attention()
     dtype = BY_PRECISION[config.weights_type(layout.precision)]
     with quiet_loading(), torch.device("meta"):
-        model_config = _model_config(facts)
+        model_config = config_of(facts)
         core = language_class(model_config).from_config(model_config, dtype=dtype, attn_implementation="duoka")
         core.tie_weights()
         use_own_experts(core)
@@ -305,13 +305,6 @@ def _engine(config: RunConfig, facts: dict[str, Any], layout: Layout, world: Wor
         alone = replace(world, size=1, device=torch.device("meta"))
         return parallelize(bare, single, config.parallel, build_mesh(single, alone))
     return parallelize(bare, layout, config.parallel, build_mesh(layout, world))
-
-
-def _model_config(facts: dict[str, Any]) -> Any:
-    from transformers import CONFIG_MAPPING
-
-    settings = {key: value for key, value in facts.items() if key != "model_type"}
-    return CONFIG_MAPPING[facts["model_type"]](**settings)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from duoka.config.schema import LoraConfig, RunConfig
 from duoka.errors import DuokaError
 from duoka.model.attention import register_attention
-from duoka.model.auto_class import language_class
+from duoka.model.auto_class import config_of, language_class
 from duoka.model.build import LossModel, quiet_loading
 from duoka.model.documents import Documents
 from duoka.model.experts import use_own_experts
@@ -73,7 +73,7 @@ class _Way:
 
 
 def _measure(cut: dict[str, Any], whole: Mapping[str, Any], way: _Way) -> tuple[float, float]:
-    config = _config(cut)
+    config = config_of(cut)
     each, working = _bytes_by_layer(config, way)
     known = _text(whole).get("layer_types")
     kinds = known if isinstance(known, list) and known else [""] * len(each)
@@ -162,12 +162,6 @@ def _packed(tokens: int) -> Documents:
     documents = Documents.of(torch.tensor([0, tokens * 5 // 8, tokens]), torch.device("cpu"))
     _ = documents.own_rows, documents.num_tokens
     return documents
-
-
-def _config(facts: Mapping[str, Any]) -> Any:
-    from transformers import CONFIG_MAPPING
-
-    return CONFIG_MAPPING[facts["model_type"]](**{key: value for key, value in facts.items() if key != "model_type"})
 
 
 def _build(config: Any, way: _Way) -> LossModel:

@@ -260,12 +260,16 @@ def _check_targets(model: torch.nn.Module, targets: tuple[str, ...]) -> None:
         )
 
 
+_PEFT_LEAVES_OUT_PROJ = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+
+
 def _find_targets(model: torch.nn.Module, targets: tuple[str, ...] | Literal["all"]) -> str | list[str]:
     """What PEFT is told. Layers of the model's own code that are linear by their class only (a router that answers with
     what it chose, a product by groups) have no answer to which an adapter's could be added: `all` names the others."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     own = {name: one for name, one in linear.items() if type(one).__module__ == type(model).__module__}
     odd = {name.rsplit(".", 1)[-1]: type(one).__name__ for name, one in own.items() if not _answers_a_row(one)}
+    odd |= _of_scans(model)
     coded = [name for name, module in model.named_modules() if _holds_codes(module)]  # PEFT passes over them
     if targets == "all" and not (odd or coded):
         return "all-linear"
@@ -281,6 +285,19 @@ def _find_targets(model: torch.nn.Module, targets: tuple[str, ...] | Literal["al
             fix=f"choose from {', '.join(sorted(rest))}, or write targets: all",
         )
     return list(targets)
+
+
+def _of_scans(model: torch.nn.Module) -> dict[str, str]:
+    """Linear layers of Mamba that are read by their weights, beside any adapter, and why."""
+    found: dict[str, str] = {}
+    for module in model.modules():
+        if not any(isinstance(child, torch.nn.Conv1d) for child in module.children()):
+            continue
+        if isinstance(getattr(module, "dt_proj", None), torch.nn.Linear):
+            found["dt_proj"] = "read by its weight"
+        if model.config.model_type in _PEFT_LEAVES_OUT_PROJ and hasattr(module, "out_proj"):  # type: ignore[union-attr]
+            found["out_proj"] = "PEFT leaves it: fused kernels read its weight"
+    return found
 
 
 def _not_to_adapt(model: torch.nn.Module) -> str | None:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from duoka.model import native
+from duoka.torch_private import FakeTensor
 
 NAME, KERNELS = "mamba_selective_scan", "mamba_ssm"  # transformers' function, and the package that is faster
 CHUNK = 32
@@ -101,11 +102,9 @@ def _read(inputs: tuple[torch.Tensor, ...]) -> tuple[Five, torch.Tensor, torch.T
 def _scan(inputs: Five) -> torch.Tensor:
     rows, channels, tokens = inputs[0].shape
     answer = torch.empty((rows, channels, tokens), device=inputs[0].device)
-    kernel = _kernel(inputs)
-    if kernel is not None:
-        x, steps, A, B, C = (one.contiguous() for one in inputs)
-        places = (one.data_ptr() for one in (x, steps, A, B, C, answer))
-        kernel.scan_forward(*places, rows, channels, tokens, A.shape[1], torch.get_num_threads())
+    if _is_compiled(inputs):
+        given = [one.contiguous() for one in inputs]
+        _call("scan_forward", (*given, answer), rows, channels, tokens, inputs[2].shape[1])
         return answer
     for some in _some_channels(inputs):
         answer[:, some] = _by_chunks(_of(inputs, some))
@@ -117,28 +116,35 @@ def _learn(inputs: Five, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
     rows, channels, tokens = inputs[0].shape
     answer, of_x, of_steps = (torch.empty_like(gradient, memory_format=torch.contiguous_format) for _ in range(3))
     of_A = torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
-    kernel = _kernel(inputs)
-    if kernel is not None:
+    if _is_compiled(inputs):
         given = [one.contiguous() for one in (*inputs, gradient)]
         parts = min(_PARTS, channels)
         of_B, of_C = (torch.empty((parts, *inputs[3].shape)) for _ in range(2))
-        places = (one.data_ptr() for one in (*given, answer, of_x, of_steps, of_A, of_B, of_C))
-        kernel.scan_backward(*places, rows, channels, tokens, of_A.shape[1], parts, torch.get_num_threads())
+        found = answer, of_x, of_steps, of_A, of_B, of_C
+        _call("scan_backward", (*given, *found), rows, channels, tokens, of_A.shape[1], parts)
         return answer, of_x, of_steps, of_A, of_B.sum(0), of_C.sum(0)
     of_B, of_C = (torch.zeros_like(one) for one in inputs[3:])
     for some in _some_channels(inputs):
         with torch.enable_grad():
             own = tuple(one.detach().requires_grad_() for one in _of(inputs, some))
-            found = _by_chunks(own)  # type: ignore[arg-type]
-            slopes = torch.autograd.grad(found, own, gradient[:, some])
-        answer[:, some], of_x[:, some], of_steps[:, some], of_A[some] = found.detach(), *slopes[:3]
+            value = _by_chunks(own)  # type: ignore[arg-type]
+            slopes = torch.autograd.grad(value, own, gradient[:, some])
+        answer[:, some], of_x[:, some], of_steps[:, some], of_A[some] = value.detach(), *slopes[:3]
         of_B += slopes[3]
         of_C += slopes[4]
     return answer, of_x, of_steps, of_A, of_B, of_C
 
 
-def _kernel(inputs: Five) -> Any:
-    return native.find() if native.serves(*inputs) and inputs[2].shape[1] <= _LARGEST else None
+def _is_compiled(inputs: Five) -> bool:
+    """Whether the kernel computes it; of fake tensors, whether it would."""
+    is_fake = isinstance(inputs[0], FakeTensor) and inputs[0].device.type == "cpu" and native.find() is not None
+    return inputs[2].shape[1] <= _LARGEST and (is_fake or native.serves(*inputs))
+
+
+def _call(name: str, tensors: tuple[torch.Tensor, ...], *sizes: int) -> None:
+    if not isinstance(tensors[0], FakeTensor):
+        places = (one.data_ptr() for one in tensors)
+        getattr(native.find(), name)(*places, *sizes, torch.get_num_threads())
 
 
 def _some_channels(inputs: Five) -> Iterator[slice]:
