@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 from families import family_config, packed, padded, without_dropout
+from needs import since
 
 from duoka.config.schema import LoraConfig
+from duoka.errors import ConfigError
 from duoka.model.attention import register_attention
 from duoka.model.build import LossModel
 from duoka.model.documents import Documents, group_by_length
-from duoka.model.lora import apply_lora
-from duoka.model.own_states import asks_what_is_read
+from duoka.model.lora import apply_lora, is_adapter
+from duoka.model.own_states import asks_what_is_read, with_own_scan
 from duoka.model.tiny_copy import build_tiny, tiny_config
 from duoka.parallel.recompute import apply_recompute
 
@@ -182,3 +186,41 @@ def test_few_places_are_left_empty():
         assert sorted(member for group in groups for member in group) == list(range(len(lengths)))
         filled = sum(len(group) * lengths[group[0]] for group in groups)
         assert filled <= 2 * sum(lengths) + 64 * len(lengths)
+
+
+SCANS = {"mamba": {"dt_proj", "out_proj"}, "jamba": {"dt_proj"}, "nemotron_h": {"out_proj"}, "granitemoehybrid": set()}
+
+
+@pytest.mark.parametrize("kind", SCANS)
+def test_every_adapter_of_a_layer_that_scans_learns(kind):
+    plain = build_plain(kind, "duoka")
+    scanning = [name for name, module in plain.named_modules() if hasattr(module, "in_proj")]
+    products = {
+        n for name in scanning for n, m in plain.get_submodule(name).named_children() if type(m) is torch.nn.Linear
+    }
+    adapted = apply_lora(plain, LoraConfig(rank=4, dropout=0.0))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            parameter += 0.1 * ("lora_B" in name)
+    loss, _ = LossModel(adapted).train()(**packed(draw((70, 9, 33))))
+    loss.backward()
+    adapters = {name: p for name, p in adapted.named_parameters() if is_adapter(name)}
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in adapters.values())
+    names = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in adapters}
+    assert products - names == SCANS[kind]
+    if "dt_proj" in SCANS[kind]:
+        with pytest.raises(ConfigError, match=r"dt_proj \(read by its weight\)"):
+            apply_lora(build_plain(kind, "duoka"), LoraConfig(rank=4, targets=("dt_proj",)))
+
+
+@since(transformers="5.24")
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "falcon_mamba"])
+def test_kernels_of_a_whole_layer_are_left_where_it_has_adapters(monkeypatch, kind):
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    name = next(name for name in ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn") if hasattr(module, name))
+    calls = []
+    monkeypatch.setattr(module, name, lambda *args, **named: calls.append(name))  # it has no kernel: None
+    layer = next(one for one in build_plain(kind, "duoka").train().modules() if hasattr(one, "in_proj"))
+    hidden = torch.randn(1, 9, layer.in_proj.in_features)
+    answers = [with_own_scan(type(layer).forward, adapted)(layer, hidden) for adapted in (False, True)]
+    assert calls == [name] and torch.equal(*answers)

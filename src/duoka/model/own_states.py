@@ -25,6 +25,8 @@ from duoka.model.rewired import rewired
 
 _OTHERS = ("time_shift", "slope_rate", "mlstm_backend")  # RWKV's, MiniMax's and xLSTM's, which have no convolution
 _SCANS = (delta_rule, chunk_scan, selective_scan)
+# mamba-ssm's kernels of a whole layer, which read the weights of its products, whatever adapters stand beside them.
+_WHOLE = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 _OF_PACKED_ROWS = ("documents", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
@@ -36,7 +38,8 @@ def keep_states_apart(lm: torch.nn.Module, drops: Drops | None = None) -> None:
         if not hasattr(module, "forward_at_once"):
             # A class, not a method of this object: replicas that torch makes of it must not call the original.
             plain: Any = type(module)
-            module.__class__ = _by_document(plain)
+            adapted = any(hasattr(child, "lora_A") for child in module.children())
+            module.__class__ = _by_document(plain, adapted)
         if drops is not None:
             module.counted_drops = drops  # type: ignore[assignment]  # no child of it
 
@@ -66,17 +69,19 @@ def _runs_on(module: torch.nn.Module) -> bool:
     return has_convolution or any(hasattr(module, name) for name in _OTHERS)
 
 
-def with_own_scan(forward: Any) -> Any:
+def with_own_scan(forward: Any, adapted: bool = False) -> Any:
     """The forward of a layer, with our function in place of transformers' that goes over the row."""
     for scan in _SCANS:
         if importlib.util.find_spec(scan.KERNELS) is None:
             forward = rewired(forward, scan.NAME, scan.in_place_of) or forward
+    for name in _WHOLE if adapted else ():
+        forward = rewired(forward, name, lambda theirs: lambda *_args, **_named: None) or forward
     return forward
 
 
 @functools.cache
-def _by_document(kind: Any) -> type:
-    members = {"forward": _forward, "forward_at_once": with_own_scan(kind.forward)}
+def _by_document(kind: Any, adapted: bool) -> type:
+    members = {"forward": _forward, "forward_at_once": with_own_scan(kind.forward, adapted)}
     return type(f"Apart{kind.__name__}", (kind,), members)
 
 
