@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from duoka.model import gated_norms
 from duoka.model.fused import apply_fused, fused_parts
@@ -28,13 +30,13 @@ def make(name, **further):
     return torch.nn.Sequential(norm)
 
 
-def learn(norm, x, gate):
+def learn(norm, x, gate, weight):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.nbytes) or one, lambda one: one):
         answer = norm(x, gate)
     answer.float().sin().sum().backward()
-    found = answer.detach(), x.grad, gate.grad, norm.weight.grad
-    x.grad = gate.grad = norm.weight.grad = None
+    found = answer.detach(), x.grad, gate.grad, weight.grad
+    x.grad = gate.grad = weight.grad = None
     return found, sum(kept)
 
 
@@ -45,12 +47,15 @@ def test_rows_after_each_other_are_what_the_model_computes(monkeypatch, name, dt
     holder = make(name, **NORMS[name])
     norm = holder[0]
     x, gate = (torch.randn(2, ROWS // 2, DIM).to(dtype).requires_grad_() for _ in range(2))
-    wanted, _ = learn(norm, x, gate)
+    wanted, _ = learn(norm, x, gate, norm.weight)
     assert apply_fused(holder) == 1 and fused_parts(holder) == {"gated norm"}
-    found, kept = learn(norm, x, gate)
+    found, kept = learn(norm, x, gate, norm.weight)
     for own, right in zip(found, wanted, strict=True):
         torch.testing.assert_close(own, right, rtol=1e-5, atol=1e-6)
     assert kept == x.nbytes + gate.nbytes + norm.weight.nbytes
+    again, _ = learn(functools.partial(checkpoint, norm, use_reentrant=False), x, gate, norm.weight)
+    for own, first in zip(again, found, strict=True):
+        assert torch.equal(own, first)
     torch.testing.assert_close(norm(x[:1], gate[:1]), wanted[0][:1])  # the weight is where it was
     assert list(norm.state_dict()) == ["weight"]
 

@@ -67,8 +67,9 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        shape, weight = ctx.saved_tensors[0].shape, ctx.saved_tensors[2]
-        x, gate, gradient = (one.reshape(1, -1, shape[-1]) for one in (*ctx.saved_tensors[:2], gradient))
+        x, gate, weight = ctx.saved_tensors  # once: what is computed again comes once
+        shape = x.shape
+        x, gate, gradient = (one.reshape(1, -1, shape[-1]) for one in (x, gate, gradient))
         of_x, of_gate = (torch.empty_like(one, memory_format=torch.contiguous_format) for one in (x, gate))
         of_weight = torch.zeros_like(weight)
         for some in _rows(x):
