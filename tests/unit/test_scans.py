@@ -1,4 +1,4 @@
-"""The scans of Mamba 1 and 2, and their gradients, beside what defines them: one token after the other, in fp64."""
+"""What goes along rows in layers with a state, and its gradients, beside what defines it, in fp64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from needs import since
 
-from duoka.model import chunk_scan, native, selective_scan
+from duoka.model import chunk_scan, convolution, native, selective_scan
 from duoka.model.own_states import with_own_scan
 
 ROWS = 2
@@ -173,6 +173,63 @@ def test_threads_change_no_bit_of_the_compiled_scan():
         torch.set_num_threads(before)
     # The last are sums that torch adds up.
     assert all(torch.equal(*pair) for pair in list(zip(*results, strict=True))[:6])
+
+
+# --- the convolution ---
+
+
+def draw_row(tokens, taps, dtype=torch.float32):
+    """The middle of what a wider product gives."""
+    generator = torch.Generator().manual_seed(tokens)
+    inputs = [some(generator, ROWS, tokens, 150, dtype=dtype), some(generator, 130, taps), some(generator, 130)]
+    return [one.requires_grad_() for one in inputs], some(generator, ROWS, 130, tokens)
+
+
+def own_convolution(inputs, activation):
+    product, weight, bias = inputs
+    convolve = convolution.in_place_of(never)
+    return convolve(product[..., 7:137].transpose(1, 2), weight, bias, activation=activation)
+
+
+def convolution_by_definition(product, weight, bias, activation):
+    product, weight, bias = (one.double() for one in (product, weight, bias))
+    x, taps = product[..., 7:137].transpose(1, 2), weight.shape[1]
+    answers = []
+    for t in range(x.shape[2]):
+        near = F.pad(x, (taps, 0))[..., t + 1 : t + 1 + taps]
+        answers.append((near * weight).sum(-1) + bias)
+    answer = torch.stack(answers, dim=2)
+    return answer if activation is None else F.silu(answer)
+
+
+needs_compiler = pytest.mark.skipif(native.find() is None, reason="no C++ compiler")
+
+
+@needs_compiler
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+@pytest.mark.parametrize("taps", [2, 4])
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_a_short_convolution_gives_what_defines_it(tokens, taps, activation):
+    inputs, weights = draw_row(tokens, taps)
+    own, wanted = own_convolution(inputs, activation), convolution_by_definition(*inputs, activation)
+    compare(inputs, own, wanted, weights, 1e-6)
+
+
+@needs_compiler
+def test_a_short_convolution_keeps_the_product_that_it_reads():
+    inputs, weights = draw_row(70, 4, torch.bfloat16)
+    answer, kept = kept_bytes(lambda: own_convolution(inputs, "silu"))
+    assert kept == 2 * ROWS * 70 * 130 + sum(one.nbytes for one in inputs[1:])
+    compare(inputs, answer, convolution_by_definition(*inputs, "silu"), weights, 6e-3)
+
+
+def test_other_convolutions_are_left_to_transformers():
+    inputs, _ = draw_row(9, 4)
+    x = inputs[0][..., 7:137].transpose(1, 2)
+    convolve = convolution.in_place_of(lambda *given, **named: "theirs")
+    assert convolve(x, inputs[1], None, activation="gelu") == "theirs"
+    assert convolve(x, torch.ones(130, 9), None) == "theirs"
+    assert convolution.in_place_of(None) is None
 
 
 # --- where they are called ---

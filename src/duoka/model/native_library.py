@@ -19,7 +19,7 @@ from duoka.runs.cache import hold_lock
 
 _FILES = (
     "native.h", "attention.h", "narrow_products.h", "native.cpp", "attention.cpp", "attention_wide.cpp", "decode.cpp",
-    "adamw.cpp", "scan.cpp",
+    "adamw.cpp", "scan.cpp", "convolution.cpp",
 )  # fmt: skip
 SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp",
@@ -40,6 +40,8 @@ _SIGNATURES: Mapping[str, list[Any]] = {
     "sum_rows": [_P, _P, _P, _P, _I, _I, _N, _N],
     "wide_attention_forward": [_P, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P, _N, _N],
     "wide_attention_backward": [_P, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P, _P, _P, _P, _P, _N, _N],
+    "convolve_forward": [*[_P] * 4, *[_I] * 6, _N, _N, _N],
+    "convolve_backward": [*[_P] * 7, *[_I] * 6, _N, _N, _N],
     "scan_forward": [*[_P] * 6, _I, _I, _I, _I, _N],
     "scan_backward": [*[_P] * 12, _I, _I, _I, _I, _I, _N],
     "attend_rows": [_P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _N, _N],

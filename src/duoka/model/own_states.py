@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from duoka.model import chunk_scan, delta_rule, selective_scan
+from duoka.model import chunk_scan, convolution, delta_rule, selective_scan
 from duoka.model.documents import READ, Group, OwnRows, reading
 from duoka.model.dropout import Drops
 from duoka.model.layers import find_layers, text_decoder
 from duoka.model.rewired import rewired
 
 _OTHERS = ("time_shift", "slope_rate", "mlstm_backend")  # RWKV's, MiniMax's and xLSTM's, which have no convolution
-_SCANS = (delta_rule, chunk_scan, selective_scan)
+_ALONG_ROWS = (convolution, delta_rule, chunk_scan, selective_scan)
 # mamba-ssm's kernels of a whole layer, which read the weights of its products, whatever adapters stand beside them.
 _WHOLE = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 _OF_PACKED_ROWS = ("documents", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -70,11 +70,12 @@ def _runs_on(module: torch.nn.Module) -> bool:
 
 
 def with_own_scan(forward: Any, adapted: bool = False) -> Any:
-    """The forward of a layer, with our function in place of transformers' that goes over the row."""
-    for scan in _SCANS:
+    """The forward of a layer, with our functions in place of those of transformers that go along the row."""
+    for scan in _ALONG_ROWS:
         if importlib.util.find_spec(scan.KERNELS) is None:
             forward = rewired(forward, scan.NAME, scan.in_place_of) or forward
-    for name in _WHOLE if adapted else ():
+    has_none = importlib.util.find_spec("mamba_ssm") is None  # then there are none, and each call of one says so
+    for name in _WHOLE if adapted or has_none else ():
         forward = rewired(forward, name, lambda theirs: lambda *_args, **_named: None) or forward
     return forward
 
