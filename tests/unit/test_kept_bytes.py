@@ -9,7 +9,7 @@ from families import write_family
 from transformers import AutoConfig
 
 from duoka.config.schema import DataConfig, DataSource, ModelConfig, RunConfig
-from duoka.model import kept_bytes
+from duoka.model import kept_bytes, native
 from duoka.model.kept_bytes import measure_kept, read_measured_shape
 from duoka.plan.activations import activation_bytes_per_token
 from duoka.plan.layout import Layout
@@ -61,7 +61,8 @@ def test_scans_hold_what_is_measured_as_their_kernels_hold_it(monkeypatch, tmp_p
     facts = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))  # with what JSON has no word for
     kept = measure_kept(facts, "full fp32")
     assert 0.9 < kept["full fp32"] / held_layers.held(name, "full, fp32") < 1.27
-    assert kept["working full fp32"] < 3 * kept["full fp32"]
+    if native.find() is not None or name != "mamba":  # in torch's words Mamba 1 holds states of all tokens
+        assert kept["working full fp32"] < 3 * kept["full fp32"]
 
 
 def test_plans_of_types_in_no_table_take_it():
