@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from needs import since
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from duoka.model import delta_rule
+from duoka.model import delta_rule, kimi_delta
 from duoka.model.own_states import with_own_scan
 
 ROWS, HEADS, DIM, DIM_OF_VALUES = 2, 4, 16, 24
@@ -22,7 +23,7 @@ def by_definition(query, key, value, g, beta, *, has_norms):
     state = torch.zeros(value.shape[0], value.shape[2], key.shape[-1], value.shape[-1], dtype=torch.double)
     answers = []
     for t in range(value.shape[1]):
-        state = state * g[:, t].exp()[..., None, None]
+        state = state * (g[:, t].exp()[..., None, None] if g.dim() == 3 else g[:, t].exp()[..., None])
         missing = value[:, t] - torch.einsum("bhk,bhkv->bhv", key[:, t], state)
         state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], beta[:, t, :, None] * missing)
         answers.append(torch.einsum("bhk,bhkv->bhv", query[:, t] * key.shape[-1] ** -0.5, state))
@@ -79,6 +80,41 @@ def test_products_are_fp32_under_autocast_and_little_is_kept():
 
 @since(transformers="5.24")  # before, layers have it as an attribute, and theirs is left
 def test_layers_of_transformers_call_it():
-    assert with_own_scan(Qwen3_5GatedDeltaNet.forward) is not Qwen3_5GatedDeltaNet.forward
+    for kind in (Qwen3_5GatedDeltaNet, KimiLinearDeltaAttention):
+        assert with_own_scan(kind.forward) is not kind.forward
     plain = torch.nn.Linear.forward
     assert with_own_scan(plain) is plain
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 75])
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("steep", [1.0, 30.0])
+def test_kimi_s_gives_what_the_rule_gives_token_by_token(monkeypatch, tokens, has_norms, steep):
+    """Each number of a key decays by itself; `steep`: most of it at once."""
+    monkeypatch.setitem(kimi_delta.AT_ONCE, "cpu", ROWS * tokens * kimi_delta.CHUNK * DIM * 3)  # two turns
+    inputs, weights = draw(tokens, HEADS)
+    inputs[3] = (-steep * torch.rand(ROWS, tokens, HEADS, DIM)).requires_grad_()
+    if not has_norms:
+        inputs[1] = (inputs[1].detach() * 0.2).requires_grad_()
+    results = []
+    for rule in (kimi_delta.kimi_delta, by_definition):
+        answer = rule(*inputs, has_norms=has_norms)
+        results.append((answer, *torch.autograd.grad((answer * weights).sum(), inputs)))
+    for own, wanted in zip(*results, strict=True):
+        assert (own - wanted).norm().item() < 3e-6 * max(1.0, wanted.norm().item())
+
+
+def test_kimi_s_keeps_what_it_reads():
+    inputs, weights = draw(40, HEADS, torch.bfloat16)
+    inputs[3] = (-torch.rand(ROWS, 40, HEADS, DIM)).requires_grad_()
+    kept = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.nbytes) or one, lambda one: one),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
+        answer = kimi_delta.kimi_delta(*inputs, has_norms=True)
+    assert sum(kept) == sum(one.nbytes for one in inputs) and answer.dtype is torch.bfloat16
+    wanted = by_definition(*inputs, has_norms=True)
+    gradients = [torch.autograd.grad((one * weights).sum(), inputs) for one in (answer, wanted)]
+    for own, right in zip((answer, *gradients[0]), (wanted, *gradients[1]), strict=True):
+        assert (own - right).norm().item() < 6e-3 * right.norm().item()

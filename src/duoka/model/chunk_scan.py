@@ -138,13 +138,18 @@ def _read(inputs: tuple[torch.Tensor, ...], heads: slice, group: int) -> _Chunks
 def decay_of_pairs(decay: torch.Tensor) -> torch.Tensor:
     """From (..., tokens), the logarithm of all decay up to each: (..., tokens, tokens), 0 where the second is later.
 
-    The whole decay is large beside that from a token to the next, so it is fp64: here as two fp32, of which the
-    differences of the first are exact. Not below what fp32 can say: such exponentials take several times as long.
+    Not below what fp32 can say: such exponentials take several times as long.
     """
-    coarse = decay.mul(256).round_().div_(256)
-    fine, coarse = (decay - coarse).float(), coarse.float()
+    coarse, fine = in_two(decay)
     apart = (coarse[..., :, None] - coarse[..., None, :]).add_(fine[..., :, None]).sub_(fine[..., None, :])
     return apart.clamp_(-80.0, 0.0).exp_().tril_()
+
+
+def in_two(decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two fp32 of an fp64, differences of whose first are exact: the whole decay is large beside that from one token to
+    the next."""
+    coarse = decay.detach().mul(256).round_().div_(256)
+    return coarse.float(), (decay - coarse).float()
 
 
 def _scan(at: _Chunks) -> torch.Tensor:

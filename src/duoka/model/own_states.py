@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from duoka.model import chunk_scan, convolution, delta_rule, selective_scan
+from duoka.model import chunk_scan, convolution, delta_rule, kimi_delta, selective_scan
 from duoka.model.documents import READ, Group, OwnRows, reading
 from duoka.model.dropout import Drops
 from duoka.model.layers import find_layers, text_decoder
 from duoka.model.rewired import rewired
 
 _OTHERS = ("time_shift", "slope_rate", "mlstm_backend")  # RWKV's, MiniMax's and xLSTM's, which have no convolution
-_ALONG_ROWS = (convolution, delta_rule, chunk_scan, selective_scan)
+_ALONG_ROWS = (convolution, delta_rule, kimi_delta, chunk_scan, selective_scan)
 # mamba-ssm's kernels of a whole layer, which read the weights of its products, whatever adapters stand beside them.
 _WHOLE = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 _OF_PACKED_ROWS = ("documents", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
