@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from duoka.model.chunk_scan import in_two
+from duoka.model.delta_rule import unless_state
 
 NAME, KERNELS = "chunk_kimi_delta_attention", "fla"  # transformers' function, and the package that is faster
 CHUNK = 16
@@ -25,25 +26,7 @@ _EPS = 1e-6  # of the norms of queries and keys
 
 
 def in_place_of(theirs: Any) -> Any:
-    def compute(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        chunk_size: int = 64,
-        initial_state: torch.Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **others: Any,
-    ) -> Any:
-        if initial_state is None and not output_final_state:
-            return kimi_delta(query, key, value, g, beta, has_norms=use_qk_l2norm_in_kernel), None
-        states = {"initial_state": initial_state, "output_final_state": output_final_state}
-        how = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, **others}
-        return theirs(query, key, value, g, beta, chunk_size, **states, **how)
-
-    return None if theirs is None else compute
+    return unless_state(theirs, kimi_delta)
 
 
 def kimi_delta(
