@@ -231,6 +231,15 @@ def _recipe(family, way, device, layers, has_kernels=True):
     return work, Layout(precision=precision, micro=Amount(256, "tokens"))
 
 
+def kept_under_autocast(compute):
+    """(what it answers in a pass of bf16, the bytes that autograd keeps of it)."""
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.nbytes) or one, lambda one: one)
+    with hooks, torch.autocast("cpu", dtype=torch.bfloat16):
+        answer = compute()
+    return answer, sum(kept)
+
+
 if __name__ == "__main__":
     cases = [(family, way) for family in sys.argv[1:] for way in WAYS if is_planned(family, way)]
     print(json.dumps([[*case, held(*case, "cuda"), planned(*case, "cuda")] for case in cases]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from held_layers import kept_under_autocast
 from needs import since
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
@@ -64,13 +65,8 @@ def test_chunks_give_what_the_rule_gives_token_by_token(monkeypatch, tokens, key
 
 def test_products_are_fp32_under_autocast_and_little_is_kept():
     inputs, weights = draw(130, HEADS, torch.bfloat16)
-    kept = []
-    with (
-        torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.nbytes) or one, lambda one: one),
-        torch.autocast("cpu", dtype=torch.bfloat16),
-    ):
-        answer = delta_rule.delta_rule(*inputs, has_norms=True)
-    assert sum(kept) == sum(one.nbytes for one in inputs)
+    answer, kept = kept_under_autocast(lambda: delta_rule.delta_rule(*inputs, has_norms=True))
+    assert kept == sum(one.nbytes for one in inputs)
     wanted = by_definition(*inputs, has_norms=True)
     assert (answer - wanted).norm().item() < 3e-3 * wanted.norm().item(), "no more than rounding the answer to bf16"
     gradients = [torch.autograd.grad((one * weights).sum(), inputs) for one in (answer, wanted)]
@@ -107,13 +103,8 @@ def test_kimi_s_gives_what_the_rule_gives_token_by_token(monkeypatch, tokens, ha
 def test_kimi_s_keeps_what_it_reads():
     inputs, weights = draw(40, HEADS, torch.bfloat16)
     inputs[3] = (-torch.rand(ROWS, 40, HEADS, DIM)).requires_grad_()
-    kept = []
-    with (
-        torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.nbytes) or one, lambda one: one),
-        torch.autocast("cpu", dtype=torch.bfloat16),
-    ):
-        answer = kimi_delta.kimi_delta(*inputs, has_norms=True)
-    assert sum(kept) == sum(one.nbytes for one in inputs) and answer.dtype is torch.bfloat16
+    answer, kept = kept_under_autocast(lambda: kimi_delta.kimi_delta(*inputs, has_norms=True))
+    assert kept == sum(one.nbytes for one in inputs) and answer.dtype is torch.bfloat16
     wanted = by_definition(*inputs, has_norms=True)
     gradients = [torch.autograd.grad((one * weights).sum(), inputs) for one in (answer, wanted)]
     for own, right in zip((answer, *gradients[0]), (wanted, *gradients[1]), strict=True):

@@ -1,6 +1,7 @@
 """Counts from config.json are exactly what transformers builds, and adapters are what PEFT builds."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -192,6 +193,13 @@ def test_an_adapter_target_that_no_layer_has_is_refused_with_the_known_names():
     with pytest.raises(ConfigError, match="c_attn") as caught:
         lora_parameters(demo_shape(), LoraConfig(targets=("q_proj", "c_attn")))
     assert "gate_proj" in str(caught.value)
+
+
+def test_names_of_layers_are_not_guessed_for_a_type_in_no_table():
+    shape, lora = replace(demo_shape(), exact=False), LoraConfig(rank=8, targets=("q_proj", "in_proj"))
+    known = lora_parameters(shape, LoraConfig(rank=8, targets=("q_proj",)))
+    square = 8 * 2 * shape.hidden_size * shape.num_layers
+    assert lora_parameters(shape, lora) == known + square
 
 
 def test_the_demo_model_has_134_515_008_parameters():

@@ -7,6 +7,7 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
+from held_layers import kept_under_autocast
 from needs import since
 
 from duoka.model import chunk_scan, convolution, native, selective_scan
@@ -23,14 +24,6 @@ def compare(inputs, own, wanted, weights, tolerance):
     slopes = [torch.autograd.grad((answer * weights).sum(), inputs) for answer in (own, wanted)]
     for ours, theirs in zip((own, *slopes[0]), (wanted, *slopes[1]), strict=True):
         assert (ours - theirs).norm().item() < tolerance * max(1.0, theirs.norm().item())
-
-
-def kept_bytes(compute):
-    kept = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.nbytes) or one, lambda one: one)
-    with hooks, torch.autocast("cpu", dtype=torch.bfloat16):
-        answer = compute()
-    return answer, sum(kept)
 
 
 # --- Mamba 2 ---
@@ -87,7 +80,7 @@ def test_chunks_of_mamba_2_give_what_it_gives_token_by_token(monkeypatch, tokens
 def test_mamba_2_keeps_what_it_reads_under_autocast():
     limits = (0.0, float("inf"))
     inputs, weights = draw_heads(130, 2, torch.bfloat16)
-    answer, kept = kept_bytes(lambda: own_heads(inputs, limits))
+    answer, kept = kept_under_autocast(lambda: own_heads(inputs, limits))
     read = sum(inputs[place].nbytes for place in (0, 3, 4, 5))
     each = 4 * ROWS * 130 * HEADS  # of each head's step: before softplus, it, and its decay; A for that
     assert kept <= read + 5 * each + HEADS * 8
@@ -154,7 +147,7 @@ def test_mamba_1_gives_what_it_gives_token_by_token(monkeypatch, form, tokens, s
 
 def test_mamba_1_keeps_what_it_reads_under_autocast(form):
     inputs, weights = draw_channels(70, 16, torch.bfloat16)
-    answer, kept = kept_bytes(lambda: own_channels(inputs))
+    answer, kept = kept_under_autocast(lambda: own_channels(inputs))
     assert kept == sum(one.nbytes for one in inputs) and answer.dtype is torch.bfloat16
     compare(inputs, answer, channels_by_definition(*inputs), weights, 6e-3)
 
@@ -218,7 +211,7 @@ def test_a_short_convolution_gives_what_defines_it(tokens, taps, activation):
 @needs_compiler
 def test_a_short_convolution_keeps_the_product_that_it_reads():
     inputs, weights = draw_row(70, 4, torch.bfloat16)
-    answer, kept = kept_bytes(lambda: own_convolution(inputs, "silu"))
+    answer, kept = kept_under_autocast(lambda: own_convolution(inputs, "silu"))
     assert kept == 2 * ROWS * 70 * 130 + sum(one.nbytes for one in inputs[1:])
     compare(inputs, answer, convolution_by_definition(*inputs, "silu"), weights, 6e-3)
 

@@ -21,9 +21,10 @@ AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 28}
 
 def forward_gated_norm(module: torch.nn.Module) -> Any:
     """Our forward for this class of norms; None where it is something else."""
-    names = list(inspect.signature(module.forward).parameters)
     weight = getattr(module, "weight", None)
-    if names != ["hidden_states", "gate"] or not isinstance(weight, torch.Tensor) or weight.dim() != 1:
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1:
+        return None
+    if list(inspect.signature(module.forward).parameters) != ["hidden_states", "gate"]:
         return None
     x, gate = (draw(1, rows, len(weight))[:, :4] for rows in (4, 5))
     code = type(module).forward

@@ -297,6 +297,8 @@ def adapted_linears(shape: ModelShape, lora: LoraConfig) -> tuple[Linear, ...]:
         return shape.linears
     known = {linear.name.rsplit(".", 1)[-1] for linear in everything} | {"lm_head"}
     unknown = [name for name in lora.targets if name.rsplit(".", 1)[-1] not in known]
+    if unknown and not shape.exact:  # in no table: the model itself tells whether it has them
+        return _named(shape.linears, lora) + tuple(Linear(one, shape.hidden_size, shape.hidden_size) for one in unknown)
     if unknown:
         raise ConfigError(
             f"lora.targets names {', '.join(unknown)}, and {shape.model_type} has no linear layer of that name",
