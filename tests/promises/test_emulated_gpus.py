@@ -33,8 +33,11 @@ ONE = {
     "optimizer in host memory": ("sft", ["parallel.offload=optimizer"], EXACT),
     "activations in host memory": ("sft", ["parallel.offload={activations: host}"], EXACT),
     "dpo": ("dpo", FULL, EXACT),
-    "linear attention": ("states", FULL, NEAR),
+    "linear attention": ("qwen3_5_text", FULL, NEAR),
+    "scans of Mamba 1": ("mamba", FULL, NEAR),
+    "scans of Mamba 2, recompute": ("mamba2", ["train.recompute=full"], NEAR),
 }
+STATES = ("qwen3_5_text", "mamba", "mamba2")
 # On two, in one world: every other layout, and what draws answers.
 TWO = {
     "ddp": ("sft", ["parallel.strategy=ddp"], EXACT),
@@ -50,7 +53,7 @@ TWO = {
     "sequence": ("sft", ["parallel.sequence=2"], EXACT),
     "fsdp, dpo": ("dpo", ["parallel.strategy=fsdp"], EXACT),
     "fsdp, linear attention, recompute": (
-        "states",
+        "qwen3_5_text",
         ["parallel.strategy=fsdp", "train.recompute=full", "data.packing=true"],
         NEAR,
     ),
@@ -90,8 +93,10 @@ def home(tmp_path_factory):
         {"prompt": asked, "chosen": answer, "rejected": talks[place - 7][1]}
         for place, (asked, answer) in enumerate(talks)
     ]
-    write_family(folder / "states", "qwen3_5_text", tokenizer=build_tiny_tokenizer())
-    for name, model, records in (("sft", "tiny", lines), ("dpo", "tiny", pairs), ("states", "states", lines)):
+    for name in STATES:
+        write_family(folder / name, name, tokenizer=build_tiny_tokenizer())
+    of_states = [(name, name, lines) for name in STATES]
+    for name, model, records in (("sft", "tiny", lines), ("dpo", "tiny", pairs), *of_states):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
         (folder / f"{name}.yaml").write_text(YAML.format(model=model, data=f"{name}.jsonl"), encoding="utf-8")
     with (folder / "dpo.yaml").open("a") as file:

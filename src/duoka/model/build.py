@@ -60,11 +60,16 @@ Answer = Literal["loss", "logps", "entropy", "likeliest", "scores", "values"]
 
 def _is_news(record: logging.LogRecord) -> bool:
     """transformers misses an attention mask in rows that need none: padding stands behind a row's tokens, where none of
-    them looks, and documents of a packed row are kept apart by their edges."""
-    return not str(record.msg).startswith("We strongly recommend passing in an `attention_mask`")
+    them looks, and documents of a packed row are kept apart by their edges. And packages of CUDA kernels where there is
+    no GPU for them."""
+    said = str(record.msg)
+    if "is falling back to its reference PyTorch implementation" in said:
+        return torch.cuda.is_available()
+    return not said.startswith("We strongly recommend passing in an `attention_mask`")
 
 
-logging.getLogger("transformers.modeling_utils").addFilter(_is_news)
+for _name in ("transformers.modeling_utils", "transformers.integrations.hub_kernels"):
+    logging.getLogger(_name).addFilter(_is_news)
 
 
 @contextlib.contextmanager

@@ -130,7 +130,7 @@ def _read(inputs: tuple[torch.Tensor, ...], heads: slice, group: int) -> _Chunks
     B, C = (_to_chunks(one[:, :, group]) for one in inputs[3:5])
     decay = decay.double().cumsum(2)
     until = (decay[:, :, -1:] - decay).float().exp()
-    pairs = decay_of_pairs(decay.transpose(2, 3))
+    pairs = decay_of_pairs(decay.transpose(2, 3).contiguous())
     attention = pairs * (C @ B.mT)[:, :, None]
     return _Chunks(x, dt, x * dt[..., None], B, C, decay.float().exp(), until, pairs, attention)
 

@@ -112,12 +112,11 @@ def why_no_launch(core: Any, layout: Layout, device: torch.device, case: Case = 
     if device.type != "cuda":
         return "a CPU computes attention a document at a time"
     config = core.config.get_text_config()
-    return _why_written_out(core, config) or why_no_kernel(
-        device,
-        BY_PRECISION[layout.precision],
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        case,
-    )
+    heads, dim = getattr(config, "num_attention_heads", 0), getattr(config, "head_dim", None)
+    if not heads:
+        return "the model has no attention"
+    dim = dim or config.hidden_size // heads
+    return _why_written_out(core, config) or why_no_kernel(device, BY_PRECISION[layout.precision], dim, case)
 
 
 def _why_written_out(core: torch.nn.Module, config: Any) -> str:
