@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from duoka.config.schema import LoraConfig
 from duoka.model import native
 from duoka.model.build import LossModel, load_model
+from duoka.model.compiled_attention import CompiledAttention
 from duoka.model.fused import apply_fused, fused_parts
 from duoka.model.gated import GatedDown
 from duoka.model.gates import ACTS, Gated
@@ -61,8 +62,8 @@ def test_it_learns_the_same(tmp_path, family, lora):
 @pytest.mark.skipif(native.find() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("family", PARTS)
 def test_the_compiled_kernel_attends(tmp_path, family, monkeypatch):
-    calls, forward = [], native.Attention.forward
-    monkeypatch.setattr(native.Attention, "forward", staticmethod(lambda *a: (calls.append(1), forward(*a))[1]))
+    calls, forward = [], CompiledAttention.forward
+    monkeypatch.setattr(CompiledAttention, "forward", staticmethod(lambda *a: (calls.append(1), forward(*a))[1]))
     lm, *_ = learn(families.write_family(tmp_path, family, **WHOLE.get(family, {})), None, True)
     assert len(calls) == lm.config.num_hidden_layers
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from duoka.model import native
+from duoka.model import compiled_attention, native
 from duoka.model.attention import register_attention
 from duoka.model.build import LossModel
 from duoka.model.decode import MOST_ROWS, FewRowsLinear, answer_fast, attend_rows
@@ -104,61 +104,6 @@ def anew(monkeypatch):
     native.forget()
 
 
-@pytest.fixture(params=("fp32", "bf16", "bf16, multiplied in fp32"))
-def kind(request, anew):
-    """A type of numbers, and whose kernel attends; the last one is bf16's where processors have no better."""
-    if request.param == "bf16" and native.level() < 2:
-        pytest.skip("this processor has no AVX512-BF16")
-    native.use_at_most(2 if request.param == "bf16" else 1)
-    return torch.float32 if request.param == "fp32" else torch.bfloat16
-
-
-@pytest.mark.parametrize("heads, groups, dim", ((4, 2, 32), (3, 3, 16), (9, 3, 64), (2, 1, 80), (3, 1, 48)))
-@pytest.mark.parametrize("lengths", ((1, 2, 130, 47, 48, 49, 16), (64,), (97, 301, 12, 13)))
-@pytest.mark.parametrize("whole", (True, False), ids=("all ask", "some ask"))
-def test_attention_of_documents(kind, heads, groups, dim, lengths, whole):
-    tokens = sum(lengths)
-    own = [length if whole else -(-length // 3) for length in lengths]  # tokens at its end that ask
-    asking, held = (torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (own, lengths))
-
-    def ours(*inputs):
-        return native.Attention.apply(*(one.transpose(1, 2) for one in inputs), (asking, held), 0.2)
-
-    def apart(*inputs):
-        sizes = own, lengths, lengths
-        parts = (one.transpose(1, 2).split(size, dim=2) for one, size in zip(inputs, sizes, strict=True))
-        many = heads // groups
-        each = [
-            F.scaled_dot_product_attention(
-                q, k.repeat_interleave(many, 1), v.repeat_interleave(many, 1), scale=0.2,
-                attn_mask=torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2]).bool(),
-            )
-            for q, k, v in zip(*parts, strict=True)
-        ]  # fmt: skip
-        return torch.cat(each, dim=2).transpose(1, 2)
-
-    sizes = (sum(own), heads), (tokens, groups), (tokens, groups)
-    inputs = [draw(1, *size, dim, dtype=kind, seed=place) for place, size in enumerate(sizes)]
-    compare(ours, apart, inputs, limit=1e-6 if kind is torch.float32 else 1.3 * HALF)
-
-
-def test_attention_reads_tensors_as_projections_leave_them(kind):
-    """Heads of one wide tensor, padded rows, and a layout that it must copy: the same bits."""
-    wide, edges = draw(2, 33, 6 * 32, dtype=kind), (torch.arange(3, dtype=torch.int32) * 33,) * 2
-    cut = [part.unflatten(-1, (2, 32)).transpose(1, 2) for part in wide.split(64, dim=-1)]
-    copied = [one.contiguous() for one in cut]
-    assert all(native.laid_by_token(one).data_ptr() == one.data_ptr() for one in cut)
-    assert torch.equal(native.Attention.apply(*cut, edges, 0.1), native.Attention.apply(*copied, edges, 0.1))
-
-
-def test_documents_that_would_fill_the_memory_of_many_threads_are_torchs(anew):
-    native.use_at_most(1)
-    heads = [torch.empty(1, 4, 1, 16)] * 3
-    torch.set_num_threads(2)
-    for dtype in (torch.float32, torch.bfloat16):
-        assert native.attention_fits(*heads, dtype, 1, 8192) and not native.attention_fits(*heads, dtype, 1, 8193)
-
-
 def test_logits_become_the_slope_of_their_loss():
     logits, targets = 4 * draw(6, 3001), torch.tensor([0, 3000, 17, 5, 5, 1024])
     exact = logits.double().requires_grad_()
@@ -211,19 +156,20 @@ def test_a_whole_model_is_nearer_to_fp32_than_torchs_bf16(monkeypatch):
     apply_fused(model.lm)
     exact, wanted = learn(model, inputs, narrow=False)
     calls = []
-    for name in ("norm_forward", "gate_times", "rotate", "cross_entropy_", "attention_fits"):
-        plain = getattr(native, name)
+    for name in ("norm_forward", "gate_times", "rotate", "cross_entropy_", "fits"):
+        place = compiled_attention if name == "fits" else native
+        plain = getattr(place, name)
         monkeypatch.setattr(
-            native, name, lambda *a, plain=plain, name=name, **k: (calls.append(name), plain(*a, **k))[1]
+            place, name, lambda *a, plain=plain, name=name, **k: (calls.append(name), plain(*a, **k))[1]
         )
     loss, found = learn(model, inputs)
     assert {name: calls.count(name) for name in set(calls)} == {
-        "norm_forward": 5, "gate_times": 2, "rotate": 8, "cross_entropy_": 1, "attention_fits": 2,
+        "norm_forward": 5, "gate_times": 2, "rotate": 8, "cross_entropy_": 1, "fits": 2,
     }  # fmt: skip
     calls.clear()
     monkeypatch.setattr(native, "find", lambda: None)
     torch_loss, torchs = learn(model, inputs)
-    assert not set(calls) - {"attention_fits"}
+    assert not set(calls) - {"fits"}
     assert abs(loss / exact - 1) < 1e-3
     assert abs(torch_loss / exact - 1) < 1e-3
     ours, plain = (max(far(one[name], want.double()) for name, want in wanted.items()) for one in (found, torchs))

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from duoka.config.schema import RunConfig
 from duoka.data.feed.prefixes import find_repeats
-from duoka.model import attention, native
+from duoka.model import attention, compiled_attention, native
 from duoka.model.attention import register_attention
 from duoka.model.build import LossModel
 from duoka.model.documents import Documents
@@ -116,7 +116,7 @@ def test_losses_and_gradients_are_each_documents_own(kernel: None, window: int |
     seen: list[int] = []
     lm.model.embed_tokens.register_forward_hook(lambda _, given, __: seen.append(given[0].shape[1]))
     for layer in lm.model.layers:
-        setattr(layer.self_attn, native.OWN_ATTENTION, True)
+        setattr(layer.self_attn, compiled_attention.ALLOWED, True)
         layer.self_attn.sliding_window = window
     if window:
         lm.config.sliding_window = window
@@ -158,7 +158,7 @@ def test_bf16_is_as_exact_as_whole_rows() -> None:
     for kind in (LossModel, sharing):
         lm = llama()
         for layer in lm.model.layers:
-            setattr(layer.self_attn, native.OWN_ATTENTION, True)
+            setattr(layer.self_attn, compiled_attention.ALLOWED, True)
         with torch.autocast("cpu", torch.bfloat16):
             loss = kind(lm)(**known(pack(docs)))[0]
         loss.backward()

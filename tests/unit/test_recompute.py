@@ -7,8 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig
 from duoka.data.feed.loader import GlobalBatch, pack_segments
 from duoka.data.tokens.template import Sample
-from duoka.model import native
+from duoka.model import compiled_attention, native
 from duoka.model.build import LossModel, load_model
+from duoka.model.compiled_attention import CompiledAttention
 from duoka.model.request import ModelRequest
 from duoka.parallel.apply import parallelize
 from duoka.parallel.mesh import Mesh
@@ -55,14 +56,14 @@ class Counted(TorchDispatchMode):
 @pytest.fixture
 def torchs_own(monkeypatch):
     """Without the compiled kernel, which selective recompute goes without too."""
-    monkeypatch.setattr(native, "attention_fits", lambda *_: False)
+    monkeypatch.setattr(compiled_attention, "fits", lambda *_: False)
 
 
 @pytest.mark.skipif(native.find() is None, reason="no C++ compiler")
 @pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("full", 2)])
 def test_the_compiled_kernel_runs_once_unless_all_is_redone(tiny_model, monkeypatch, recompute, times):
-    calls, forward = [], native.Attention.forward
-    monkeypatch.setattr(native.Attention, "forward", staticmethod(lambda *a: (calls.append(1), forward(*a))[1]))
+    calls, forward = [], CompiledAttention.forward
+    monkeypatch.setattr(CompiledAttention, "forward", staticmethod(lambda *a: (calls.append(1), forward(*a))[1]))
     step_under(recompute, tiny_model, batch_of([[20, 7, 11], [3, 9], [31]]))
     assert len(calls) == times * LAYERS * MICRO_BATCHES
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from duoka.model import native
+from duoka.model import compiled_attention
 from duoka.model.attention import attend
 from duoka.model.documents import Documents
 from duoka.model.onednn_products import use_onednn
@@ -107,7 +107,7 @@ def _attention_flops(dtype: torch.dtype) -> float:
     How far it is from products' rate differs by machine: AMX multiplies much faster than anything exponentiates.
     """
     layer, tokens = torch.nn.Module(), sum(DOCUMENTS)
-    setattr(layer, native.OWN_ATTENTION, True)  # as apply_fused says it of a model's
+    setattr(layer, compiled_attention.ALLOWED, True)  # as apply_fused says it of a model's
     edges = torch.tensor((0, *DOCUMENTS)).cumsum(0)
     documents = Documents.of(edges.to(torch.int32), torch.device("cpu"))
     query, key, value = (

@@ -29,52 +29,90 @@ inline __m512 power(__m512 x) {
   return _mm512_scalef_ps(p, whole);
 }
 
-// Of one query: `last` keys count, the others up to `columns` become 0. Weights are parts of the largest, and `share` is
-// what their sums are to be multiplied by. Returns the logarithm to base 2 of the sum of exponentials.
-inline float soften(const float* scores, bf16* weights, i64 last, i64 columns, float scale, float* share) {
-  __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps(), times = _mm512_set1_ps(scale * LOG2_E);
-  for (i64 i = 0; i < last; i += 16) {
-    __mmask16 mask = first_of(last - i);
-    most = _mm512_mask_max_ps(most, mask, most, _mm512_loadu_ps(scores + i));
+// What becomes of products, as logarithms to base 2.
+struct Bend {
+  __m512 times, inner, cap;
+  explicit Bend(const Scoring& how)
+      : times(_mm512_set1_ps(how.scale * LOG2_E)),
+        inner(_mm512_set1_ps(2 * LOG2_E * how.scale / how.softcap)),
+        cap(_mm512_set1_ps(how.softcap * LOG2_E)) {}
+
+  __m512 tanh(__m512 x) const {
+    __m512 one = _mm512_set1_ps(1.0f), two = _mm512_set1_ps(2.0f);
+    return _mm512_sub_ps(one, _mm512_div_ps(two, _mm512_add_ps(one, power(_mm512_mul_ps(x, inner)))));
   }
-  float top = _mm512_reduce_max_ps(most) * scale * LOG2_E;
+};
+
+inline __mmask16 between(Seen seen, i64 i) {  // lanes from `i` on that count
+  __mmask16 ends = seen.last > i ? first_of(seen.last - i) : 0;
+  return seen.first > i ? ends & ~first_of(seen.first - i) : ends;
+}
+
+// Of one query: the keys up to `columns` that do not count become 0. Weights are parts of the largest, and `share` is
+// what their sums are to be multiplied by. Returns the logarithm to base 2 of the sum of exponentials, the sink's too.
+template <bool BENDS>
+inline float soften_as(const float* scores, bf16* weights, Seen seen, i64 columns, const Scoring& how, const float* sink,
+                       float* share) {
+  const Bend bend(how);
+  const i64 begin = seen.first / 16 * 16;
+  auto logarithm = [&](i64 i, __m512 less) {
+    __m512 x = _mm512_loadu_ps(scores + i);
+    return BENDS ? _mm512_fmsub_ps(bend.tanh(x), bend.cap, less) : _mm512_fmsub_ps(x, bend.times, less);
+  };
+  __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+  for (i64 i = begin; i < seen.last; i += 16)
+    most = _mm512_mask_max_ps(most, between(seen, i), most, _mm512_loadu_ps(scores + i));
+  float top = _mm512_reduce_max_ps(most);
+  top = BENDS ? how.softcap * LOG2_E * std::tanh(top * how.scale / how.softcap) : top * how.scale * LOG2_E;
+  if (sink) top = std::max(top, *sink * LOG2_E);
   __m512 less = _mm512_set1_ps(top);
-  for (i64 i = 0; i < last; i += 16) {
-    __m512 one = power(_mm512_fmsub_ps(_mm512_loadu_ps(scores + i), times, less));
-    one = _mm512_maskz_mov_ps(first_of(last - i), one);
+  for (i64 i = 0; i < begin; i += 16) _mm256_storeu_si256((__m256i*)(weights + i), _mm256_setzero_si256());
+  for (i64 i = begin; i < seen.last; i += 16) {
+    __m512 one = _mm512_maskz_mov_ps(between(seen, i), power(logarithm(i, less)));
     sum = _mm512_add_ps(sum, one);
     _mm256_storeu_si256((__m256i*)(weights + i), (__m256i)_mm512_cvtneps_pbh(one));
   }
-  for (i64 i = up(last, 16); i < columns; i += 16) _mm256_storeu_si256((__m256i*)(weights + i), _mm256_setzero_si256());
+  for (i64 i = up(seen.last, 16); i < columns; i += 16)
+    _mm256_storeu_si256((__m256i*)(weights + i), _mm256_setzero_si256());
   float total = _mm512_reduce_add_ps(sum);
+  if (sink) total += std::exp2(*sink * LOG2_E - top);
   *share = 1.0f / total;
   return top + std::log2(total);
 }
 
 struct Row {  // of one query, in the backward pass: `inner` are its weights' slopes
   const float *scores, *inner;
+  Seen seen;
   float log_sum, delta;
   bf16* slopes;  // of its scores
 };
 
-// Weights again, and their scores' slopes, of a query and of the next one (if `two`), as pairs by key and as rows. `last`
-// keys count of the first, one more of the second; pairs are `written` up to where others of their block end.
-inline void soften_back(Row one, Row other, bool two, i64 last, i64 columns, i64 written, float scale, u32* pairs,
-                        u32* slope_pairs) {
+// Weights again, and their scores' slopes, of a query and of the next one (if `two`), as pairs by key and as rows.
+template <bool BENDS>
+inline void soften_back_as(Row one, Row other, bool two, i64 columns, const Scoring& how, u32* pairs, u32* slope_pairs) {
+  const Bend bend(how);
   const __m512i mixed = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
                                          20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  __m512 times = _mm512_set1_ps(scale * LOG2_E), plain = _mm512_set1_ps(scale);
-  auto weigh = [&](const Row& row, i64 i, __mmask16 mask, __m512* slope) {
-    __m512 log = _mm512_fmsub_ps(_mm512_loadu_ps(row.scores + i), times, _mm512_set1_ps(row.log_sum));
+  __m512 plain = _mm512_set1_ps(how.scale);
+  auto weigh = [&](const Row& row, i64 i, __m512* slope) {
+    __mmask16 mask = between(row.seen, i);
+    __m512 x = _mm512_loadu_ps(row.scores + i), less = _mm512_set1_ps(row.log_sum), steep = plain, log;
+    if (BENDS) {
+      __m512 t = bend.tanh(x);
+      log = _mm512_fmsub_ps(t, bend.cap, less);
+      steep = _mm512_fnmadd_ps(_mm512_mul_ps(t, t), plain, plain);
+    } else {
+      log = _mm512_fmsub_ps(x, bend.times, less);
+    }
     __m512 weight = _mm512_maskz_mov_ps(mask, power(log));
-    __m512 inner = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(row.inner + i), _mm512_set1_ps(row.delta)), plain);
+    __m512 inner = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(row.inner + i), _mm512_set1_ps(row.delta)), steep);
     *slope = _mm512_maskz_mul_ps(mask, weight, inner);
     return weight;
   };
   for (i64 i = 0; i < columns; i += 16) {
     __m512 first = _mm512_setzero_ps(), second = first, first_slope = first, second_slope = first;
-    if (i < last) first = weigh(one, i, first_of(last - i), &first_slope);
-    if (two && i < last + 1) second = weigh(other, i, first_of(last + 1 - i), &second_slope);
+    if (between(one.seen, i)) first = weigh(one, i, &first_slope);
+    if (two && between(other.seen, i)) second = weigh(other, i, &second_slope);
     __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
     __m512i slopes = (__m512i)_mm512_cvtne2ps_pbh(second_slope, first_slope);
     _mm512_storeu_si512(pairs + i, _mm512_permutexvar_epi16(mixed, both));
@@ -82,8 +120,6 @@ inline void soften_back(Row one, Row other, bool two, i64 last, i64 columns, i64
     _mm256_storeu_si256((__m256i*)(one.slopes + i), _mm512_castsi512_si256(slopes));
     if (two) _mm256_storeu_si256((__m256i*)(other.slopes + i), _mm512_extracti64x4_epi64(slopes, 1));
   }
-  std::fill(pairs + columns, pairs + written, 0u);
-  std::fill(slope_pairs + columns, slope_pairs + written, 0u);
 }
 
 inline float dot(const bf16* x, const bf16* y, i64 count) {
@@ -104,30 +140,38 @@ struct Steps {
 };
 
 constexpr i64 QUERIES = 96;  // whose weights wait for the products that sum over queries
+constexpr i64 KEYS = 32;     // scores of some queries begin and end at a multiple of so many
+
+inline i64 lowest_keys(const Scoring& how, i64 place) { return how.lowest(place) / KEYS * KEYS; }
 
 void attend_forward(const Attention<bf16>& a, Document here, i64 group, bf16* out, float* sums) {
   [[maybe_unused]] TilesOn tiles;
   const Steps steps;
-  i64 dim = a.dim, many = a.heads / a.groups, count = here.keys, keys_up = up(count, 32);
+  i64 dim = a.dim, value_dim = a.value_dim, many = a.heads / a.groups, count = here.keys, keys_up = up(count, KEYS);
   i64 start = here.first_key, asking = here.first_query, before = here.before();
-  std::vector<u32> keys(dim / 2 * keys_up), values(keys_up / 2 * dim);
+  std::vector<u32> keys(dim / 2 * keys_up), values(keys_up / 2 * value_dim);
   pack_across(a.key + start * a.key_stride + group * dim, count, dim, a.key_stride, keys.data(), keys_up);
-  pack_down(a.value + start * a.value_stride + group * dim, count, keys_up, dim, a.value_stride, values.data());
-  std::vector<float> scores(steps.rows * keys_up), answers(steps.rows * dim), shares(steps.rows);
+  pack_down(a.value + start * a.value_stride + group * value_dim, count, keys_up, value_dim, a.value_stride,
+            values.data());
+  std::vector<float> scores(steps.rows * keys_up), answers(steps.rows * value_dim), shares(steps.rows);
   std::vector<bf16> weights(steps.rows * keys_up);
+  auto soften = a.how.softcap > 0 ? soften_as<true> : soften_as<false>;
   for (i64 head = group * many; head < (group + 1) * many; ++head)
     for (i64 first = 0; first < here.queries; first += steps.rows) {
-      i64 rows = std::min(steps.rows, here.queries - first), seen = before + first + rows, columns = up(seen, 32);
+      i64 rows = std::min(steps.rows, here.queries - first), place = before + first, low = lowest_keys(a.how, place);
+      i64 seen = place + rows - low, columns = up(seen, KEYS);
       const bf16* query = a.query + (asking + first) * a.query_stride + head * dim;
-      product(rows, columns, dim / 2, (const u32*)query, a.query_stride / 2, keys.data(), keys_up,
+      product(rows, columns, dim / 2, (const u32*)query, a.query_stride / 2, keys.data() + low, keys_up,
               {scores.data(), keys_up, false});
       for (i64 row = 0; row < rows; ++row)
-        sums[head * a.tokens + asking + first + row] = soften(scores.data() + row * keys_up, weights.data() + row * keys_up,
-                                                              before + first + row + 1, columns, a.scale, &shares[row]);
-      product(rows, dim, up(seen, steps.keys) / 2, (const u32*)weights.data(), keys_up / 2, values.data(), dim,
-              {answers.data(), dim, false});
+        sums[head * a.tokens + asking + first + row] =
+            soften(scores.data() + row * keys_up, weights.data() + row * keys_up, seen_from(a.how, place + row, low),
+                   columns, a.how, a.sink(head), &shares[row]);
+      product(rows, value_dim, up(seen, steps.keys) / 2, (const u32*)weights.data(), keys_up / 2,
+              values.data() + low / 2 * value_dim, value_dim, {answers.data(), value_dim, false});
       for (i64 row = 0; row < rows; ++row)
-        narrow_row(answers.data() + row * dim, shares[row], out + ((asking + first + row) * a.heads + head) * dim, dim);
+        narrow_row(answers.data() + row * value_dim, shares[row],
+                   out + ((asking + first + row) * a.heads + head) * value_dim, value_dim);
     }
 }
 
@@ -140,81 +184,101 @@ struct Backward {
   const float* logs;
   Slopes<bf16> slopes;
   const Steps steps = {};
-  i64 dim = a.dim, keys_up = up(here.keys, 32), out_stride = a.heads * dim;
-  std::vector<u32> keys = std::vector<u32>(dim / 2 * keys_up), values = keys, keys_down = keys;
+  i64 dim = a.dim, value_dim = a.value_dim, keys_up = up(here.keys, KEYS), out_stride = a.heads * value_dim;
+  i64 widest = std::max(dim, value_dim);
+  std::vector<u32> keys = std::vector<u32>(dim / 2 * keys_up), keys_down = keys;
+  std::vector<u32> values = std::vector<u32>(value_dim / 2 * keys_up);
   std::vector<float> scores = std::vector<float>(steps.rows * keys_up), inner = scores;
   std::vector<float> answers = std::vector<float>(steps.rows * dim);
   std::vector<bf16> slope_rows = std::vector<bf16>(steps.rows * keys_up);
   std::vector<u32> weight_pairs = std::vector<u32>(QUERIES / 2 * keys_up), slope_pairs = weight_pairs;  // (queries, keys)
-  std::vector<u32> down = std::vector<u32>(QUERIES / 2 * dim), turned = down;
-  std::vector<float> key_sums = std::vector<float>(dim * keys_up), value_sums = key_sums;  // (dim, keys)
+  std::vector<u32> down = std::vector<u32>(QUERIES / 2 * widest), turned = down;
+  std::vector<float> key_sums = std::vector<float>(dim * keys_up);  // (dim, keys)
+  std::vector<float> value_sums = std::vector<float>(value_dim * keys_up);
 
   void run() {
     const bf16* key = a.key + here.first_key * a.key_stride + group * dim;
     pack_across(key, here.keys, dim, a.key_stride, keys.data(), keys_up);
-    const bf16* value = a.value + here.first_key * a.value_stride + group * dim;
-    pack_across(value, here.keys, dim, a.value_stride, values.data(), keys_up);
+    const bf16* value = a.value + here.first_key * a.value_stride + group * value_dim;
+    pack_across(value, here.keys, value_dim, a.value_stride, values.data(), keys_up);
     pack_down(key, here.keys, keys_up, dim, a.key_stride, keys_down.data());
     i64 many = a.heads / a.groups;
     for (i64 head = group * many; head < (group + 1) * many; ++head)
       for (i64 first = 0; first < here.queries; first += QUERIES) add_block(head, first);
-    put_turned(key_sums, slopes.key);
-    put_turned(value_sums, slopes.value);
+    put_turned(key_sums, dim, slopes.key);
+    put_turned(value_sums, value_dim, slopes.value);
   }
 
   void add_block(i64 head, i64 first) {
     i64 rows = std::min(QUERIES, here.queries - first), rows_up = up(rows, steps.keys), before = here.before() + first;
-    for (i64 at = 0; at < rows; at += steps.rows)
-      weigh(head, first + at, std::min(steps.rows, rows - at), up(before + rows, 32), at / 2 * keys_up);
-    for (i64 pair = up(rows, 2) / 2; pair < rows_up / 2; ++pair)
-      for (auto* pairs : {&weight_pairs, &slope_pairs})
-        std::fill_n(pairs->begin() + pair * keys_up, up(before + rows, 32), 0u);
+    const Seen block{lowest_keys(a.how, before), up(before + rows, KEYS)};
+    for (i64 at = 0; at < rows; at += steps.rows) weigh(head, first + at, std::min(steps.rows, rows - at), block, at / 2);
+    for (i64 pair = up(rows, 2) / 2; pair < rows_up / 2; ++pair) clear(pair, block.first, block.last);
     i64 token = here.first_query + first;
-    add_products(grad + token * out_stride + head * dim, out_stride, rows, before, weight_pairs, value_sums);
-    add_products(a.query + token * a.query_stride + head * dim, a.query_stride, rows, before, slope_pairs, key_sums);
+    add_products({grad + token * out_stride + head * value_dim, value_dim, out_stride}, rows, before, weight_pairs,
+                 value_sums);
+    add_products({a.query + token * a.query_stride + head * dim, dim, a.query_stride}, rows, before, slope_pairs, key_sums);
   }
 
-  // Weights and slopes of some queries, into the block's pairs behind `pair`, and the queries' own gradients.
-  void weigh(i64 head, i64 first, i64 rows, i64 written, i64 pair) {
-    i64 token = here.first_query + first, place = token * out_stride + head * dim;
-    i64 seen = here.before() + first + rows, columns = up(seen, 32);
-    const bf16 *o = out + place, *g = grad + place, *query = a.query + token * a.query_stride + head * dim;
-    product(rows, columns, dim / 2, (const u32*)query, a.query_stride / 2, keys.data(), keys_up,
-            {scores.data(), keys_up, false});
-    product(rows, columns, dim / 2, (const u32*)g, out_stride / 2, values.data(), keys_up, {inner.data(), keys_up, false});
-    auto row = [&](i64 at) -> Row {
-      return {scores.data() + at * keys_up, inner.data() + at * keys_up, logs[head * a.tokens + token + at],
-              dot(o + at * out_stride, g + at * out_stride, dim), slope_rows.data() + at * keys_up};
-    };
-    for (i64 at = 0; at < rows; at += 2, pair += keys_up) {
-      bool two = at + 1 < rows;
-      soften_back(row(at), two ? row(at + 1) : Row{}, two, seen - rows + at + 1, columns, written, a.scale,
-                  weight_pairs.data() + pair, slope_pairs.data() + pair);
-    }
-    product(rows, dim, up(seen, steps.keys) / 2, (const u32*)slope_rows.data(), keys_up / 2, keys_down.data(), dim,
-            {answers.data(), dim, false});
-    for (i64 at = 0; at < rows; ++at)
-      narrow_row(answers.data() + at * dim, 1.0f, slopes.query + place + at * out_stride, dim);
+  void clear(i64 pair, i64 from, i64 to) {
+    for (auto* pairs : {&weight_pairs, &slope_pairs})
+      std::fill(pairs->begin() + pair * keys_up + from, pairs->begin() + pair * keys_up + to, 0u);
   }
+
+  // Weights and slopes of some queries, into pairs from `pair` on, which span the block's keys; and these queries' own
+  // gradients.
+  void weigh(i64 head, i64 first, i64 rows, Seen block, i64 pair) {
+    i64 token = here.first_query + first, from = token * out_stride + head * value_dim, log = head * a.tokens + token;
+    i64 place = here.before() + first, low = lowest_keys(a.how, place), seen = place + rows - low, columns = up(seen, KEYS);
+    const bf16 *o = out + from, *g = grad + from, *query = a.query + token * a.query_stride + head * dim;
+    product(rows, columns, dim / 2, (const u32*)query, a.query_stride / 2, keys.data() + low, keys_up,
+            {scores.data(), keys_up, false});
+    product(rows, columns, value_dim / 2, (const u32*)g, out_stride / 2, values.data() + low, keys_up,
+            {inner.data(), keys_up, false});
+    auto row = [&](i64 at) -> Row {
+      float delta = dot(o + at * out_stride, g + at * out_stride, value_dim);
+      if (a.how.sinks) slopes.sinks[log + at] = -delta * std::exp2(*a.sink(head) * LOG2_E - logs[log + at]);
+      return {scores.data() + at * keys_up, inner.data() + at * keys_up, seen_from(a.how, place + at, low), logs[log + at],
+              delta, slope_rows.data() + at * keys_up};
+    };
+    auto soften_back = a.how.softcap > 0 ? soften_back_as<true> : soften_back_as<false>;
+    for (i64 at = 0; at < rows; at += 2, ++pair) {
+      bool two = at + 1 < rows;
+      clear(pair, block.first, low);
+      soften_back(row(at), two ? row(at + 1) : Row{}, two, columns, a.how, weight_pairs.data() + pair * keys_up + low,
+                  slope_pairs.data() + pair * keys_up + low);
+      clear(pair, low + columns, block.last);
+    }
+    product(rows, dim, up(seen, steps.keys) / 2, (const u32*)slope_rows.data(), keys_up / 2,
+            keys_down.data() + low / 2 * dim, dim, {answers.data(), dim, false});
+    for (i64 at = 0; at < rows; ++at)
+      narrow_row(answers.data() + at * dim, 1.0f, slopes.query + ((token + at) * a.heads + head) * dim, dim);
+  }
+
+  struct Rows {  // of a block's queries: `dim` numbers each, `stride` apart
+    const bf16* at;
+    i64 dim, stride;
+  };
 
   // Sums (dim, keys) += x (a block's queries, dim), turned, times pairs of them; the first sees `before` keys and itself.
-  void add_products(const bf16* x, i64 stride, i64 rows, i64 before, const std::vector<u32>& pairs,
-                    std::vector<float>& sums) {
-    i64 rows_up = up(rows, steps.keys), columns = up(before + rows, 32);
-    pack_down(x, rows, rows_up, dim, stride, down.data());
-    turn(down.data(), rows_up / 2, dim, dim, turned.data(), QUERIES / 2);
-    for (i64 at = 0; at < columns; at += 64) {
-      i64 first = std::max<i64>(0, at - before) / steps.keys * steps.keys / 2;  // pairs of queries before it see no such key
-      product(dim, std::min<i64>(64, columns - at), rows_up / 2 - first, turned.data() + first, QUERIES / 2,
-              pairs.data() + first * keys_up + at, keys_up, {sums.data() + at, keys_up, true});
+  void add_products(Rows x, i64 rows, i64 before, const std::vector<u32>& pairs, std::vector<float>& sums) {
+    i64 rows_up = up(rows, steps.keys), columns = up(before + rows, KEYS);
+    pack_down(x.at, rows, rows_up, x.dim, x.stride, down.data());
+    turn(down.data(), rows_up / 2, x.dim, x.dim, turned.data(), QUERIES / 2);
+    for (i64 at = lowest_keys(a.how, before); at < columns; at += 64) {
+      // Pairs of queries before the first, and after the last, see no such key.
+      i64 width = std::min<i64>(64, columns - at), first = std::max<i64>(0, at - before) / steps.keys * steps.keys / 2;
+      i64 last = a.how.window > 0 ? std::min(rows_up, up(at + width - 1 + a.how.window - before, steps.keys)) : rows_up;
+      product(x.dim, width, last / 2 - first, turned.data() + first, QUERIES / 2, pairs.data() + first * keys_up + at,
+              keys_up, {sums.data() + at, keys_up, true});
     }
   }
 
-  void put_turned(const std::vector<float>& sums, bf16* to) {
-    std::vector<float> rows(dim * keys_up);
-    turn((const u32*)sums.data(), dim, here.keys, keys_up, (u32*)rows.data(), dim);
+  void put_turned(const std::vector<float>& sums, i64 size, bf16* to) {
+    std::vector<float> rows(size * keys_up);
+    turn((const u32*)sums.data(), size, here.keys, keys_up, (u32*)rows.data(), size);
     for (i64 at = 0; at < here.keys; ++at)
-      narrow_row(rows.data() + at * dim, 1.0f, to + ((here.first_key + at) * a.groups + group) * dim, dim);
+      narrow_row(rows.data() + at * size, 1.0f, to + ((here.first_key + at) * a.groups + group) * size, size);
   }
 };
 
@@ -222,27 +286,18 @@ struct Backward {
 
 extern "C" {
 
-// Query and the others: (tokens, heads, dim) of bf16; keys may be of more tokens than queries (attention.h).
-// out: (tokens, heads, dim); sums: (heads, tokens), what the backward pass needs.
-void duoka_attention_forward(const bf16* query, const bf16* key, const bf16* value, i64 query_stride, i64 key_stride,
-                             i64 value_stride, const std::int32_t* query_edges, const std::int32_t* key_edges,
-                             i64 documents, i64 heads, i64 groups, i64 dim, i64 tokens, float scale, bf16* out,
-                             float* sums, int threads) {
-  Attention<bf16> a{query, key, value, query_stride, key_stride, value_stride, heads, groups, dim, tokens, scale};
-  each_document(query_edges, key_edges, documents, groups, threads, [&](Document here, i64 group) {
-    attend_forward(a, here, group, out, sums);
-  });
+// All of bf16. out: (tokens, heads, value_dim); sums: (heads, tokens), what the backward pass needs.
+void duoka_attention_forward(const Inputs* inputs, bf16* out, float* sums, int threads) {
+  Attention<bf16> a(*inputs);
+  each_document(a, threads, [&](Document here, i64 group) { attend_forward(a, here, group, out, sums); });
 }
 
-void duoka_attention_backward(const bf16* query, const bf16* key, const bf16* value, i64 query_stride, i64 key_stride,
-                              i64 value_stride, const std::int32_t* query_edges, const std::int32_t* key_edges,
-                              i64 documents, i64 heads, i64 groups, i64 dim, i64 tokens, float scale, const bf16* out,
-                              const bf16* grad, const float* sums, bf16* query_grad, bf16* key_grad, bf16* value_grad,
-                              int threads) {
-  Attention<bf16> a{query, key, value, query_stride, key_stride, value_stride, heads, groups, dim, tokens, scale};
-  each_document(query_edges, key_edges, documents, groups, threads, [&](Document here, i64 group) {
+void duoka_attention_backward(const Inputs* inputs, const bf16* out, const bf16* grad, const float* sums,
+                              bf16* query_grad, bf16* key_grad, bf16* value_grad, float* sink_grad, int threads) {
+  Attention<bf16> a(*inputs);
+  each_document(a, threads, [&](Document here, i64 group) {
     [[maybe_unused]] TilesOn tiles;
-    Backward{a, here, group, out, grad, sums, {query_grad, key_grad, value_grad}}.run();
+    Backward{a, here, group, out, grad, sums, {query_grad, key_grad, value_grad, sink_grad}}.run();
   });
 }
 

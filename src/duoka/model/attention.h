@@ -4,48 +4,107 @@
 
 #include "native.h"
 
-template <class T>
-struct Attention {
-  const T *query, *key, *value;  // (tokens, heads or groups, dim), tokens `*_stride` apart
+// What becomes of a query's products with keys.
+struct Scoring {
+  i64 window;            // so many keys count at most, the query's own among them; all where it is 0
+  const float* sinks;    // of each head a score that is no key's, or nothing
+  float scale, softcap;  // softcap * tanh(product * scale / softcap), where it is not 0
+
+  i64 lowest(i64 place) const { return window > 0 ? std::max<i64>(0, place + 1 - window) : 0; }  // key that it sees
+};
+
+// What a caller hands over (compiled_attention.py has the same fields).
+struct Inputs {
+  const void *query, *key, *value;  // (tokens, heads or groups, dim or value_dim), tokens `*_stride` apart
   i64 query_stride, key_stride, value_stride;
-  i64 heads, groups, dim, tokens;
-  float scale;
+  const std::int32_t *query_edges, *key_edges;  // where documents begin, and the end; of keys there may be more
+  i64 documents, heads, groups, dim, value_dim, tokens;
+  Scoring how;
 };
 
 template <class T>
-struct Slopes {  // of queries, keys and values: (tokens, heads or groups, dim), without gaps
-  T *query, *key, *value;
+struct Attention : Inputs {
+  const T *query, *key, *value;
+  explicit Attention(const Inputs& given)
+      : Inputs(given), query((const T*)given.query), key((const T*)given.key), value((const T*)given.value) {}
+
+  const float* sink(i64 head) const { return how.sinks ? how.sinks + head : nullptr; }
 };
 
-// Of one query: `last` keys count; the others become 0. Returns log(sum of exponentials).
-inline float soften(float* scores, i64 last, i64 columns, float scale) {
-  float most = -INFINITY;
+template <class T>
+struct Slopes {  // of queries, keys and values: (tokens, heads or groups, dim or value_dim), without gaps
+  T *query, *key, *value;
+  float* sinks;  // (heads, tokens), where there are sinks
+};
+
+// Of a row of numbers by key, which begins at a multiple of some keys: [first, last) count.
+struct Seen {
+  i64 first, last;
+};
+
+// By the query at `place` among all keys, of a row that begins at key `low`.
+inline Seen seen_from(const Scoring& how, i64 place, i64 low) { return {how.lowest(place) - low, place + 1 - low}; }
+
+template <bool BENDS>
+inline float bent(float score, const Scoring& how, float* slope) {  // and what its slope is by the product
+  if (!BENDS) {
+    *slope = how.scale;
+    return score * how.scale;
+  }
+  float t = 1.0f - 2.0f / (1.0f + exponential(score * (2.0f * how.scale / how.softcap)));
+  *slope = how.scale * (1.0f - t * t);
+  return how.softcap * t;
+}
+
+// Of one query: the keys that do not count become 0. Returns log(sum of exponentials), the sink's among them.
+template <bool BENDS>
+inline float soften_as(float* scores, Seen seen, i64 columns, const Scoring& how, const float* sink) {
+  float most = -INFINITY, slope;
 #pragma omp simd reduction(max : most)
-  for (i64 i = 0; i < last; ++i) most = scores[i] > most ? scores[i] : most;
-  most *= scale;
+  for (i64 i = seen.first; i < seen.last; ++i) most = scores[i] > most ? scores[i] : most;
+  most = bent<BENDS>(most, how, &slope);
+  if (sink) most = std::max(most, *sink);
   float sum = 0;
 #pragma omp simd reduction(+ : sum)
-  for (i64 i = 0; i < last; ++i) {
-    float one = exponential(scores[i] * scale - most);
+  for (i64 i = seen.first; i < seen.last; ++i) {
+    float unused, one = exponential(bent<BENDS>(scores[i], how, &unused) - most);
     scores[i] = one;
     sum += one;
   }
-  std::fill(scores + last, scores + columns, 0.0f);
+  if (sink) sum += exponential(*sink - most);
+  std::fill(scores, scores + seen.first, 0.0f);
+  std::fill(scores + seen.last, scores + columns, 0.0f);
   float share = 1.0f / sum;
 #pragma omp simd
-  for (i64 i = 0; i < last; ++i) scores[i] *= share;
+  for (i64 i = seen.first; i < seen.last; ++i) scores[i] *= share;
   return most + std::log(sum);
 }
 
+inline float soften(float* scores, Seen seen, i64 columns, const Scoring& how, const float* sink) {
+  auto run = how.softcap > 0 ? soften_as<true> : soften_as<false>;
+  return run(scores, seen, columns, how, sink);
+}
+
 // Again, from its scores and the logarithm; `inner` (slopes of weights) become slopes of scores.
-inline void soften_back(float* weights, float* inner, i64 last, i64 columns, float scale, float log_sum, float delta) {
+template <bool BENDS>
+inline void soften_back_as(float* weights, float* inner, Seen seen, i64 columns, const Scoring& how, float log_sum,
+                           float delta) {
 #pragma omp simd
-  for (i64 i = 0; i < last; ++i) {
-    weights[i] = exponential(weights[i] * scale - log_sum);
-    inner[i] = weights[i] * (inner[i] - delta) * scale;
+  for (i64 i = seen.first; i < seen.last; ++i) {
+    float slope;
+    weights[i] = exponential(bent<BENDS>(weights[i], how, &slope) - log_sum);
+    inner[i] = weights[i] * (inner[i] - delta) * slope;
   }
-  std::fill(weights + last, weights + columns, 0.0f);
-  std::fill(inner + last, inner + columns, 0.0f);
+  for (float* row : {weights, inner}) {
+    std::fill(row, row + seen.first, 0.0f);
+    std::fill(row + seen.last, row + columns, 0.0f);
+  }
+}
+
+inline void soften_back(float* weights, float* inner, Seen seen, i64 columns, const Scoring& how, float log_sum,
+                        float delta) {
+  auto run = how.softcap > 0 ? soften_back_as<true> : soften_back_as<false>;
+  run(weights, inner, seen, columns, how, log_sum, delta);
 }
 
 // Of one document: its last `queries` tokens ask, all of its `keys` answer. Both end together.
@@ -54,14 +113,13 @@ struct Document {
   i64 before() const { return keys - queries; }
 };
 
-// Every document's heads of one group are one thread's work. Edges have where documents begin, and the end.
+// Every document's heads of one group are one thread's work.
 template <class Work>
-void each_document(const std::int32_t* query_edges, const std::int32_t* key_edges, i64 documents, i64 groups,
-                   int threads, Work work) {
+void each_document(const Inputs& a, int threads, Work work) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
-  for (i64 task = 0; task < documents * groups; ++task) {
-    const std::int32_t *asking = query_edges + task / groups, *held = key_edges + task / groups;
+  for (i64 task = 0; task < a.documents * a.groups; ++task) {
+    const std::int32_t *asking = a.query_edges + task / a.groups, *held = a.key_edges + task / a.groups;
     Document one{asking[0], asking[1] - asking[0], held[0], held[1] - held[0]};
-    if (one.queries > 0) work(one, task % groups);
+    if (one.queries > 0) work(one, task % a.groups);
   }
 }

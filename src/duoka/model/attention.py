@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.nn.functional as F
 
-from duoka.model import native
+from duoka.model import compiled_attention
 from duoka.model.documents import Documents, documents_read
 from duoka.model.dtypes import computed_in
 from duoka.model.one_document import (
@@ -137,36 +137,13 @@ def attend(
     if exchange is not None and exchange.is_on:
         return _attend_together(module, exchange, query, key, value, documents, how, dropout), None
     value = apart_from_others(value, query)
-    if getattr(module, native.OWN_ATTENTION, False) and not dropout:
-        own = _attend_by_own_kernel(query, key, value, documents, how)
+    if getattr(module, compiled_attention.ALLOWED, False) and not dropout:
+        own = compiled_attention.attend_compiled(query, key, value, documents, how)
         if own is not None:
             return own, None
     if dropout:
         how = replace(how, drop=_find_drop(module, query.device, dropout))
     return _attend_rows(query, key, value, documents, how), None
-
-
-def _attend_by_own_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | None, how: Scoring
-) -> torch.Tensor | None:
-    """On a CPU, all documents in one call; None where that kernel does not know the case."""
-    dtype = computed_in(query)
-    if query.device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or how.is_written_out:
-        return None
-    rows, _, tokens, dim = query.shape
-    longest, count = (tokens, rows) if documents is None else (documents.longest_key, len(documents.lengths))
-    if how.window is not None and how.window < longest:
-        return None
-    # Edges that do not fill the row are for torch's form to refuse.
-    if documents is not None and (rows > 1 or int(documents.edges[0]) or int(documents.edges[-1]) != tokens):
-        return None
-    if not native.attention_fits(query, key, value, dtype, count, longest):
-        return None
-    edges = documents.both_edges if documents is not None else (torch.arange(rows + 1, dtype=torch.int32) * tokens,) * 2
-    inputs = (tensor.to(dtype) for tensor in (query, key, value))
-    scale = how.scaling if how.scaling is not None else dim**-0.5
-    answer: torch.Tensor = native.Attention.apply(*inputs, edges, scale)
-    return answer
 
 
 def _attend_rows(

@@ -103,103 +103,105 @@ std::vector<float> turned(const std::vector<float>& x, i64 rows, i64 dim) {
   return out;
 }
 
+// Where scores of a block of queries begin: a whole panel of keys.
+inline i64 lowest_panel(const Scoring& how, i64 place) { return how.lowest(place) / PANEL * PANEL; }
+
 template <class T>
 void attend_forward(const Attention<T>& a, Document here, i64 group, T* out, float* sums) {
-  i64 dim = a.dim, many = a.heads / a.groups, count = here.keys, room = up(count, LANES);
+  i64 dim = a.dim, value_dim = a.value_dim, many = a.heads / a.groups, count = here.keys, room = up(count, LANES);
   i64 start = here.first_key, asking = here.first_query, before = here.before();
-  std::vector<float> keys(count * dim), values(count * dim);
+  std::vector<float> keys(count * dim), values(count * value_dim);
   widen_rows(a.key + start * a.key_stride + group * dim, count, dim, a.key_stride, keys.data());
-  widen_rows(a.value + start * a.value_stride + group * dim, count, dim, a.value_stride, values.data());
+  widen_rows(a.value + start * a.value_stride + group * value_dim, count, value_dim, a.value_stride, values.data());
   std::vector<float> panels = turned(keys, count, dim);
-  std::vector<float> queries(QUERIES * dim), scores(QUERIES * room), answers(QUERIES * dim);
-  Right by_keys{panels.data(), PANEL, PANEL * dim}, by_values{values.data(), dim, PANEL};
+  std::vector<float> queries(QUERIES * dim), scores(QUERIES * room), answers(QUERIES * value_dim);
   for (i64 head = group * many; head < (group + 1) * many; ++head)
     for (i64 first = 0; first < here.queries; first += QUERIES) {
-      i64 rows = std::min(QUERIES, here.queries - first), seen = before + first + rows, columns = up(seen, LANES);
+      i64 rows = std::min(QUERIES, here.queries - first), place = before + first, low = lowest_panel(a.how, place);
+      i64 seen = place + rows - low, columns = up(seen, LANES);
+      Right by_keys{panels.data() + low * dim, PANEL, PANEL * dim};
+      Right by_values{values.data() + low * value_dim, value_dim, PANEL};
       widen_rows(a.query + (asking + first) * a.query_stride + head * dim, rows, dim, a.query_stride, queries.data());
       product(rows, columns, dim, {queries.data(), dim, 1}, by_keys, {scores.data(), room, false});
       for (i64 row = 0; row < rows; ++row)
         sums[head * a.tokens + asking + first + row] =
-            soften(scores.data() + row * room, before + first + row + 1, columns, a.scale);
-      product(rows, dim, seen, {scores.data(), room, 1}, by_values, {answers.data(), dim, false});
-      put_rows(answers.data(), rows, dim, a.heads * dim, out + ((asking + first) * a.heads + head) * dim);
+            soften(scores.data() + row * room, seen_from(a.how, place + row, low), columns, a.how, a.sink(head));
+      product(rows, value_dim, seen, {scores.data(), room, 1}, by_values, {answers.data(), value_dim, false});
+      put_rows(answers.data(), rows, value_dim, a.heads * value_dim,
+               out + ((asking + first) * a.heads + head) * value_dim);
     }
 }
 
 template <class T>
 void attend_backward(const Attention<T>& a, Document here, i64 group, const T* out, const T* grad, const float* sums,
                      Slopes<T> slopes) {
-  i64 dim = a.dim, many = a.heads / a.groups, count = here.keys, room = up(count, LANES), out_stride = a.heads * dim;
-  i64 start = here.first_key, asking = here.first_query, before = here.before();
-  std::vector<float> keys(count * dim), values(count * dim), key_sums(count * dim), value_sums(count * dim);
+  i64 dim = a.dim, value_dim = a.value_dim, many = a.heads / a.groups, count = here.keys, room = up(count, LANES);
+  i64 start = here.first_key, asking = here.first_query, before = here.before(), out_stride = a.heads * value_dim;
+  std::vector<float> keys(count * dim), values(count * value_dim), key_sums(count * dim), value_sums(count * value_dim);
   widen_rows(a.key + start * a.key_stride + group * dim, count, dim, a.key_stride, keys.data());
-  widen_rows(a.value + start * a.value_stride + group * dim, count, dim, a.value_stride, values.data());
-  std::vector<float> key_panels = turned(keys, count, dim), value_panels = turned(values, count, dim);
-  std::vector<float> queries(QUERIES * dim), grads(QUERIES * dim), answers(QUERIES * dim);
+  widen_rows(a.value + start * a.value_stride + group * value_dim, count, value_dim, a.value_stride, values.data());
+  std::vector<float> key_panels = turned(keys, count, dim), value_panels = turned(values, count, value_dim);
+  std::vector<float> queries(QUERIES * dim), grads(QUERIES * value_dim), answers(QUERIES * std::max(dim, value_dim));
   std::vector<float> weights(QUERIES * room), inner(QUERIES * room);
-  Right by_keys{key_panels.data(), PANEL, PANEL * dim}, by_values{value_panels.data(), PANEL, PANEL * dim};
   for (i64 head = group * many; head < (group + 1) * many; ++head)
     for (i64 first = 0; first < here.queries; first += QUERIES) {
-      i64 rows = std::min(QUERIES, here.queries - first), seen = before + first + rows, columns = up(seen, LANES);
-      i64 place = (asking + first) * out_stride + head * dim;
+      i64 rows = std::min(QUERIES, here.queries - first), place = before + first, low = lowest_panel(a.how, place);
+      i64 seen = place + rows - low, columns = up(seen, LANES), at = (asking + first) * out_stride + head * value_dim;
+      Right by_keys{key_panels.data() + low * dim, PANEL, PANEL * dim};
+      Right by_values{value_panels.data() + low * value_dim, PANEL, PANEL * value_dim};
       widen_rows(a.query + (asking + first) * a.query_stride + head * dim, rows, dim, a.query_stride, queries.data());
-      widen_rows(grad + place, rows, dim, out_stride, grads.data());
-      widen_rows(out + place, rows, dim, out_stride, answers.data());
+      widen_rows(grad + at, rows, value_dim, out_stride, grads.data());
+      widen_rows(out + at, rows, value_dim, out_stride, answers.data());
       product(rows, columns, dim, {queries.data(), dim, 1}, by_keys, {weights.data(), room, false});
-      product(rows, columns, dim, {grads.data(), dim, 1}, by_values, {inner.data(), room, false});
+      product(rows, columns, value_dim, {grads.data(), value_dim, 1}, by_values, {inner.data(), room, false});
       for (i64 row = 0; row < rows; ++row) {
         float delta = 0;
 #pragma omp simd reduction(+ : delta)
-        for (i64 i = row * dim; i < (row + 1) * dim; ++i) delta += answers[i] * grads[i];
-        float log_sum = sums[head * a.tokens + asking + first + row];
-        soften_back(weights.data() + row * room, inner.data() + row * room, before + first + row + 1, columns, a.scale, log_sum,
-                    delta);
+        for (i64 i = row * value_dim; i < (row + 1) * value_dim; ++i) delta += answers[i] * grads[i];
+        i64 query = head * a.tokens + asking + first + row;
+        soften_back(weights.data() + row * room, inner.data() + row * room, seen_from(a.how, place + row, low), columns,
+                    a.how, sums[query], delta);
+        if (a.how.sinks) slopes.sinks[query] = -delta * exponential(*a.sink(head) - sums[query]);
       }
-      product(rows, dim, seen, {inner.data(), room, 1}, {keys.data(), dim, PANEL}, {answers.data(), dim, false});
-      put_rows(answers.data(), rows, dim, out_stride, slopes.query + place);
-      product(seen, dim, rows, {weights.data(), 1, room}, {grads.data(), dim, PANEL}, {value_sums.data(), dim, true});
-      product(seen, dim, rows, {inner.data(), 1, room}, {queries.data(), dim, PANEL}, {key_sums.data(), dim, true});
+      product(rows, dim, seen, {inner.data(), room, 1}, {keys.data() + low * dim, dim, PANEL},
+              {answers.data(), dim, false});
+      put_rows(answers.data(), rows, dim, a.heads * dim, slopes.query + ((asking + first) * a.heads + head) * dim);
+      product(seen, value_dim, rows, {weights.data(), 1, room}, {grads.data(), value_dim, PANEL},
+              {value_sums.data() + low * value_dim, value_dim, true});
+      product(seen, dim, rows, {inner.data(), 1, room}, {queries.data(), dim, PANEL},
+              {key_sums.data() + low * dim, dim, true});
     }
-  i64 own_stride = a.groups * dim, own = start * own_stride + group * dim;
-  put_rows(key_sums.data(), count, dim, own_stride, slopes.key + own);
-  put_rows(value_sums.data(), count, dim, own_stride, slopes.value + own);
+  put_rows(key_sums.data(), count, dim, a.groups * dim, slopes.key + (start * a.groups + group) * dim);
+  put_rows(value_sums.data(), count, value_dim, a.groups * value_dim,
+           slopes.value + (start * a.groups + group) * value_dim);
 }
 
 }  // namespace
 
 extern "C" {
 
-// Query, key, value, out and their gradients: (tokens, heads, dim), fp32 or bf16; keys may be of more tokens than queries
-// (attention.h). sums: (heads, tokens), what the backward pass needs.
-void duoka_wide_attention_forward(const void* query, const void* key, const void* value, i64 query_stride,
-                                  i64 key_stride, i64 value_stride, const std::int32_t* query_edges,
-                                  const std::int32_t* key_edges, i64 documents, i64 heads, i64 groups, i64 dim,
-                                  i64 tokens, float scale, void* out, float* sums, int is_wide, int threads) {
+// Of fp32 or bf16. out: (tokens, heads, value_dim); sums: (heads, tokens), what the backward pass needs.
+void duoka_wide_attention_forward(const Inputs* inputs, void* out, float* sums, int is_wide, int threads) {
   auto run = [&](auto kind) {
     using T = decltype(kind);
-    Attention<T> a{(const T*)query, (const T*)key, (const T*)value, query_stride, key_stride, value_stride,
-                   heads, groups, dim, tokens, scale};
-    each_document(query_edges, key_edges, documents, groups, threads, [&](Document here, i64 group) {
-      attend_forward(a, here, group, (T*)out, sums);
-    });
+    Attention<T> a(*inputs);
+    each_document(a, threads, [&](Document here, i64 group) { attend_forward(a, here, group, (T*)out, sums); });
   };
   is_wide ? run(float()) : run(bf16());
 }
 
-void duoka_wide_attention_backward(const void* query, const void* key, const void* value, i64 query_stride,
-                                   i64 key_stride, i64 value_stride, const std::int32_t* query_edges,
-                                   const std::int32_t* key_edges, i64 documents, i64 heads, i64 groups, i64 dim,
-                                   i64 tokens, float scale, const void* out, const void* grad, const float* sums,
-                                   void* query_grad, void* key_grad, void* value_grad, int is_wide, int threads) {
+void duoka_wide_attention_backward(const Inputs* inputs, const void* out, const void* grad, const float* sums,
+                                   void* query_grad, void* key_grad, void* value_grad, float* sink_grad, int is_wide,
+                                   int threads) {
   auto run = [&](auto kind) {
     using T = decltype(kind);
-    Attention<T> a{(const T*)query, (const T*)key, (const T*)value, query_stride, key_stride, value_stride,
-                   heads, groups, dim, tokens, scale};
-    Slopes<T> slopes{(T*)query_grad, (T*)key_grad, (T*)value_grad};
-    each_document(query_edges, key_edges, documents, groups, threads, [&](Document here, i64 group) {
+    Attention<T> a(*inputs);
+    Slopes<T> slopes{(T*)query_grad, (T*)key_grad, (T*)value_grad, sink_grad};
+    each_document(a, threads, [&](Document here, i64 group) {
       attend_backward(a, here, group, (const T*)out, (const T*)grad, sums, slopes);
     });
   };
   is_wide ? run(float()) : run(bf16());
 }
+
 }

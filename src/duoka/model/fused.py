@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from duoka.model import gpu_kernels, native
+from duoka.model import compiled_attention, gpu_kernels
 from duoka.model.adapted import forward_adapted, is_frozen_with_adapter
 from duoka.model.alike import answers_alike, draw
 from duoka.model.gated import MLPS, Mlp, forward_gated
@@ -47,7 +47,7 @@ def apply_fused(lm: torch.nn.Module, *, keeps_products: bool = False) -> int:
             module.__class__ = _with_forward(type(module), kind, part)  # type: ignore[arg-type]
             count += 1
         if not keeps_products and _asks_for_attention(type(module)):
-            setattr(module, native.OWN_ATTENTION, True)
+            setattr(module, compiled_attention.ALLOWED, True)
     return count
 
 

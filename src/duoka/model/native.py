@@ -10,7 +10,6 @@ import functools
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,6 @@ from duoka.plan.compiler import SWITCH, find_compiler
 from duoka.runs.cache import cache_folder
 
 _NORM_PARTS = 64  # sums of rows that a norm's weight gradient is added up from, whatever the threads
-# Of one document, where products are fp32's: each thread keeps six forms of its keys, and torch's is as fast by then.
-_LONGEST_WIDE = 8192
-Edges = tuple[torch.Tensor, torch.Tensor]
-OWN_ATTENTION = "attends_by_own_kernel"  # on an attention module: `Attention` may compute it
 
 
 def serves(*tensors: torch.Tensor) -> bool:
@@ -99,7 +94,7 @@ def why_not() -> str:
     return _find().why_not
 
 
-def _library() -> Any:
+def library() -> Any:
     found = find()
     assert found is not None, "asked for only where `serves` said yes"
     return found
@@ -121,7 +116,7 @@ def norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[tor
     dim = x.shape[-1]
     out = torch.empty(x.shape, dtype=torch.bfloat16)
     inverse = torch.empty(x.numel() // dim, dtype=torch.float32)
-    _library().norm_forward(
+    library().norm_forward(
         _at(x), _at(weight), _at(out), _at(inverse), len(inverse), dim, eps, _is_wide(x), _is_wide(weight),
         torch.get_num_threads(),
     )  # fmt: skip
@@ -136,7 +131,7 @@ def norm_backward(
     parts = min(_NORM_PARTS, max(1, rows))
     x_grad = torch.empty_like(x) if wants[0] else None
     sums = torch.empty(parts, dim, dtype=torch.float32) if wants[1] else None
-    _library().norm_backward(
+    library().norm_backward(
         _at(grad), _at(x), _at(weight), _at(inverse), _at(x_grad), _at(sums), rows, dim, parts, _is_wide(x),
         _is_wide(weight), torch.get_num_threads(),
     )  # fmt: skip
@@ -147,7 +142,7 @@ def gate_times(gate: torch.Tensor, up: torch.Tensor | None, *, gelu: bool = Fals
     """silu(gate) * up, of contiguous bf16, or GELU's tanh form in place of SiLU; without `up`, `gate` has both."""
     pair, sizes = _gate_rows(gate, up)
     out = torch.empty_like(pair[0], memory_format=torch.contiguous_format)
-    _library().gate_forward(*(_at(one) for one in (*pair, out)), *sizes, gelu, torch.get_num_threads())
+    library().gate_forward(*(_at(one) for one in (*pair, out)), *sizes, gelu, torch.get_num_threads())
     return out
 
 
@@ -159,7 +154,7 @@ def gate_times_backward(
     gate_grad, out = torch.empty_like(gate), torch.empty_like(grad) if again else None
     up_grad = None if up is None else grad if in_place else torch.empty_like(up)
     places = (*pair, *_gate_rows(gate_grad, up_grad)[0])
-    _library().gate_backward(_at(grad), *(_at(one) for one in places), _at(out), *sizes, gelu, torch.get_num_threads())
+    library().gate_backward(_at(grad), *(_at(one) for one in places), _at(out), *sizes, gelu, torch.get_num_threads())
     return gate_grad, up_grad, out
 
 
@@ -173,11 +168,21 @@ def _gate_rows(
     return gate.chunk(2, dim=-1), (gate.numel() // (2 * width), width, 2 * width)  # type: ignore[return-value]
 
 
+def laid_by_token(x: torch.Tensor) -> torch.Tensor:
+    """(rows, heads, tokens, dim) whose heads of one token lie end to end, and whose tokens lie equally far apart."""
+    rows, heads, tokens, dim = x.shape
+    step = x.stride(2)
+    ends = x.stride(3) == 1 and (heads == 1 or x.stride(1) == dim) and step >= heads * dim and step % 2 == 0
+    if ends and (rows == 1 or x.stride(0) == tokens * step):
+        return x
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
     """x: (rows, heads, tokens, dim) that lies as (rows, tokens, heads, dim), as its answer does; bf16 both."""
     rows, heads, tokens, dim = x.shape
     out = torch.empty((rows, tokens, heads, dim), dtype=torch.bfloat16)
-    _library().rotate(
+    library().rotate(
         _at(x), _at(cos), _at(sin), _at(out), rows * tokens, heads, dim, x.stride(2), sign, _is_wide(cos),
         torch.get_num_threads(),
     )  # fmt: skip
@@ -190,7 +195,7 @@ def cross_entropy_(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[-1]:
         raise IndexError(f"a label is outside of the head's {logits.shape[-1]} words")
     losses = torch.empty(len(targets), dtype=torch.float64)
-    _library().cross_entropy(
+    library().cross_entropy(
         _at(logits), _at(targets), _at(losses), len(targets), logits.shape[-1], torch.get_num_threads()
     )
     return losses
@@ -203,7 +208,7 @@ def adds(sums: torch.Tensor, part: torch.Tensor) -> bool:
 
 def add_(sums: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """sums += part, fp32 and bf16, both contiguous."""
-    _library().add(_at(sums), _at(part), sums.numel(), torch.get_num_threads())
+    library().add(_at(sums), _at(part), sums.numel(), torch.get_num_threads())
     return sums
 
 
@@ -211,7 +216,7 @@ def drop(x: torch.Tensor, keys: torch.Tensor, place: int, level: int, *, in_plac
     """x (tokens, units) with its dropped units 0, as model/dropout.py counts them."""
     x = x.contiguous()
     out = x if in_place else torch.empty_like(x)
-    _library().drop(
+    library().drop(
         _at(x), _at(out), _at(keys), place, keys.numel(), x.numel() // max(1, keys.numel()), level, _is_wide(x),
         torch.get_num_threads(),
     )  # fmt: skip
@@ -222,87 +227,13 @@ def adamw_(
     numbers: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], first: int, key: int, *factors: float
 ) -> None:
     """One step of (weight, gradient, average, square), contiguous bf16, as optim/narrow.py says it in torch's words."""
-    _library().adamw(*map(_at, numbers), numbers[0].numel(), first, key, *factors, torch.get_num_threads())
+    library().adamw(*map(_at, numbers), numbers[0].numel(), first, key, *factors, torch.get_num_threads())
 
 
 def sum_rows(rows: torch.Tensor, order: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
     """(n, width), contiguous: row r is the sum of the rows order[begins[r]:begins[r + 1]], in fp32."""
     out = torch.empty((len(begins) - 1, rows.shape[1]), dtype=rows.dtype)
-    _library().sum_rows(
+    library().sum_rows(
         _at(rows), _at(order), _at(begins), _at(out), len(out), rows.shape[1], _is_wide(rows), torch.get_num_threads()
     )
     return out
-
-
-class Attention(torch.autograd.Function):
-    """Causal, each document for itself: (rows, heads, tokens, dim) in fp32 or bf16, (rows, tokens, heads, dim) out.
-
-    `edges`: where documents begin, and the end, of queries and of keys; one with more keys asks for its last tokens.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: Edges, scale: float
-    ) -> torch.Tensor:
-        inputs = tuple(laid_by_token(one) for one in (query, key, value))
-        rows, heads, tokens, dim = query.shape
-        out = torch.empty((rows, tokens, heads, dim), dtype=query.dtype)
-        sums = torch.empty((heads, rows * tokens), dtype=torch.float32)
-        call, rest = _attention("forward", out)
-        call(*_lie(inputs, edges), scale, _at(out), _at(sums), *rest)
-        ctx.save_for_backward(*inputs, *edges, out, sums)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        query, key, value, *edges, out, sums = ctx.saved_tensors
-        inputs, grad = (query, key, value), grad.contiguous()
-        slopes = [torch.empty(one.transpose(1, 2).shape, dtype=out.dtype) for one in inputs]
-        call, rest = _attention("backward", out)
-        call(*_lie(inputs, edges), ctx.scale, _at(out), _at(grad), _at(sums), *map(_at, slopes), *rest)
-        return *(one.transpose(1, 2) for one in slopes), None, None
-
-
-def _attention(direction: str, out: torch.Tensor) -> tuple[Callable[..., None], tuple[int, ...]]:
-    """The fastest that this processor has, and its last arguments."""
-    library, threads = _library(), torch.get_num_threads()
-    if library.has_narrow_attention and not _is_wide(out):
-        return getattr(library, f"attention_{direction}"), (threads,)
-    return getattr(library, f"wide_attention_{direction}"), (_is_wide(out), threads)
-
-
-def laid_by_token(x: torch.Tensor) -> torch.Tensor:
-    """(rows, heads, tokens, dim) whose heads of one token lie end to end, and whose tokens lie equally far apart."""
-    rows, heads, tokens, dim = x.shape
-    step = x.stride(2)
-    ends = x.stride(3) == 1 and (heads == 1 or x.stride(1) == dim) and step >= heads * dim and step % 2 == 0
-    if ends and (rows == 1 or x.stride(0) == tokens * step):
-        return x
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _lie(inputs: Any, edges: Any) -> tuple[Any, ...]:
-    query, key, _ = inputs
-    rows, heads, tokens, dim = query.shape
-    strides = (one.stride(2) for one in inputs)
-    return (
-        *(_at(one) for one in inputs), *strides, *map(_at, edges), len(edges[0]) - 1, heads, key.shape[1], dim,
-        rows * tokens,
-    )  # fmt: skip
-
-
-def attention_fits(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, num_documents: int, longest: int
-) -> bool:
-    """Whether `Attention` takes them as `dtype`, and has work for every thread: else torch's kernel is the faster one.
-
-    So a run of more threads may attend by torch's kernel, whose results differ by their type's last digits.
-    """
-    if not serves(query, key, value):
-        return False
-    if longest > _LONGEST_WIDE and not (_library().has_narrow_attention and dtype is torch.bfloat16):
-        return False
-    heads, groups, dim = query.shape[1], key.shape[1], query.shape[-1]
-    fits = dim % 16 == 0 and dim == value.shape[-1] and heads % groups == 0
-    return fits and num_documents * groups >= torch.get_num_threads()

@@ -38,8 +38,8 @@ _SIGNATURES: Mapping[str, list[Any]] = {
     "drop": [_P, _P, _P, _I, _I, _I, _I, _N, _N],
     "adamw": [_P, _P, _P, _P, _I, _I, _I, *[_F] * 7, _N],
     "sum_rows": [_P, _P, _P, _P, _I, _I, _N, _N],
-    "wide_attention_forward": [_P, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P, _N, _N],
-    "wide_attention_backward": [_P, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P, _P, _P, _P, _P, _N, _N],
+    "wide_attention_forward": [_P, _P, _P, _N, _N],
+    "wide_attention_backward": [*[_P] * 8, _N, _N],
     "convolve_forward": [*[_P] * 4, *[_I] * 6, _N, _N, _N],
     "convolve_backward": [*[_P] * 7, *[_I] * 6, _N, _N, _N],
     "scan_forward": [*[_P] * 6, _I, _I, _I, _I, _N],
@@ -49,8 +49,8 @@ _SIGNATURES: Mapping[str, list[Any]] = {
     "multiply_codes": [_P, _P, _P, _P, _P, _I, _I, _I, _N, _N],
 }
 _NARROW_ATTENTION: Mapping[str, list[Any]] = {
-    "attention_forward": [_P, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P, _N],
-    "attention_backward": [_P, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P, _P, _P, _P, _P, _N],
+    "attention_forward": [_P, _P, _P, _N],
+    "attention_backward": [*[_P] * 8, _N],
 }
 
 

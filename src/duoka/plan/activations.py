@@ -12,7 +12,6 @@ from dataclasses import replace
 from duoka.plan.axes import deals_heads, key_value_heads
 from duoka.plan.layer_parts import (
     Means,
-    is_latent,
     kept_by_attention,
     kept_by_last_norm,
     kept_by_mlp,
@@ -39,16 +38,13 @@ def is_narrow(work: Work, layout: Layout) -> bool:
 
 def has_own_attention(work: Work, layout: Layout) -> bool:
     """Whether a compiled kernel attends to all documents of a row in one call."""
-    parts = work.shape.parts
     is_known = layout.precision in ("fp32", "bf16", "fp8") and layout.recompute != "selective"
-    is_other = parts.writes_attention or is_latent(work.shape)
-    return is_known and _is_compiled_for(work, layout) and not is_other
+    return is_known and _is_compiled_for(work, layout)
 
 
 def has_one_launch(work: Work, layout: Layout) -> bool:
     """Whether torch attends to all documents of a row in one launch, on a GPU."""
-    parts = work.shape.parts
-    return has_flash(work, layout) and layout.packing and not parts.writes_attention
+    return has_flash(work, layout) and layout.packing and not work.shape.parts.bends_scores
 
 
 def has_flash(work: Work, layout: Layout) -> bool:

@@ -48,7 +48,7 @@ def parts_of(family: Family, facts: Mapping[str, Any]) -> LayerParts:
         conv1d=family.conv1d,
         act=named,
         own_rotation=family.own_rotation,
-        writes_attention=family.num_sinks > 0 or bool(read.get("attn_logit_softcapping")),
+        bends_scores=family.num_sinks > 0 or bool(read.get("attn_logit_softcapping")),
     )
 
 

@@ -136,15 +136,15 @@ def kept_by_attention(shape: ModelShape, how: Means) -> float:
     if is_latent(shape):
         return _kept_by_latent_attention(shape, how)
     # Rotations are as wide as the stream where no kernel turns, and what is written out narrows nothing.
-    turns = (how.on_gpu or how.kernels) and not parts.own_rotation
-    wide = max(size, how.stream) if parts.writes_attention and not turns else size
+    turns, is_written = (how.on_gpu or how.kernels) and not parts.own_rotation, parts.bends_scores and not how.at_once
+    wide = max(size, how.stream) if is_written and not turns else size
     cut: float = wide * shape.q_size
-    if how.repeats and shape.num_kv_heads < shape.num_heads and not parts.writes_attention:
+    if how.repeats and shape.num_kv_heads < shape.num_heads and not is_written:
         cut += 2 * size * shape.q_size
     else:
         cut += (wide + size) * shape.kv_size
     cut += size * shape.q_size  # the output
-    if not parts.writes_attention:
+    if not is_written:
         cut += _WIDE * shape.num_heads
         cut += size * shape.q_size if how.joins and not how.in_8_bits and keeps_output else 0
     by_peft = how.compiled or (parts.conv1d and how.at_once and how.is_half)
@@ -163,18 +163,17 @@ def is_latent(shape: ModelShape) -> bool:
 
 
 def _kept_by_latent_attention(shape: ModelShape, how: Means) -> float:
-    """Queries, keys and values through narrow products with norms (DeepSeek); values are filled up to keys' size."""
+    """Queries, keys and values through narrow products with norms (DeepSeek)."""
     out = {one.name.rsplit(".", 1)[-1]: one for one in shape.linears}
     keys, up = (out.get("q_b_proj") or out["q_proj"]).num_out, out["kv_b_proj"]
-    narrow = [(up.num_in, out["kv_a_proj_with_mqa"].num_out)]  # what a norm gives, and what it reads a part of
+    # What each norm reads, and what it gives; of keys and values it reads a part, and what it gives is turned.
+    kept = _norm_reads(shape.parts.norm, how.size, how) * out["kv_a_proj_with_mqa"].num_out + how.size * up.num_in
     if "q_b_proj" in out:
-        narrow.append((out["q_b_proj"].num_in, out["q_b_proj"].num_in))
-    kept: float = 0.0
-    for given, read in narrow:
-        kept += _norm_reads(shape.parts.norm, how.size, how) * read
-        kept += 0 if _is_remade(shape.parts.norm, how) else how.size * given
-    # Beside them what documents' outputs are joined into, or cut out of filled heads.
-    return kept + how.size * (4 * keys + shape.q_size) + _WIDE * shape.num_heads
+        given = 0 if _is_remade(shape.parts.norm, how) else how.size
+        kept += (_norm_reads(shape.parts.norm, how.size, how) + given) * out["q_b_proj"].num_in
+    # torch's attention: values are filled up to keys' size, and outputs joined, or cut out of filled heads.
+    heads = 2 * (keys + shape.q_size) if how.at_once and not how.on_gpu else 4 * keys + shape.q_size
+    return float(kept + how.size * heads + _WIDE * shape.num_heads)
 
 
 # Tensors of an MLP without a gate: the product and its activation, of which one is enough.
@@ -225,5 +224,5 @@ def _kept_by_experts(shape: ModelShape, experts: Experts, how: Means) -> tuple[f
     whole = size * any(one.name.endswith("shared_expert_gate") for one in shape.linears)
     whole += size * (experts.wide_router and how.is_half and how.learns)  # a copy by way of fp32
     rows = (1 + how.experts_learn) * active * size * shape.hidden_size
-    inside = (_CLAMPED if shape.parts.writes_attention else _GATED) - (not how.experts_learn)
+    inside = (_CLAMPED if shape.parts.bends_scores else _GATED) - (not how.experts_learn)
     return whole * shape.hidden_size, rows + inside * size * width + (2 + _keeps_gated(shape, how)) * size * shared

@@ -72,7 +72,7 @@ class LayerParts:
     conv1d: bool = False  # products are transformers' Conv1D, and adapters beside them PEFT's own code
     act: str = "silu"
     own_rotation: bool = False  # of queries and keys, by code that no kernel takes the place of (gpt-oss)
-    writes_attention: bool = False  # with a soft cap or sinks, which no kernel of torch knows
+    bends_scores: bool = False  # attention with a soft cap or sinks, which no kernel of torch knows
 
 
 @dataclass(frozen=True)
