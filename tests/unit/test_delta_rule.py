@@ -10,10 +10,18 @@ from needs import since
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from duoka.model import delta_rule, kimi_delta
+from duoka.model import compiled_delta, delta_rule, kimi_delta, native
 from duoka.model.own_states import with_own_scan
 
 ROWS, HEADS, DIM, DIM_OF_VALUES = 2, 4, 16, 24
+
+
+@pytest.fixture(params=("compiled", "in torch's words"), autouse=True)
+def form(request, monkeypatch):
+    if request.param != "compiled":
+        monkeypatch.setattr(compiled_delta, "fits", lambda *_: False)
+    elif native.find() is None:
+        pytest.skip("no C++ compiler")
 
 
 def by_definition(query, key, value, g, beta, *, has_norms):
@@ -109,3 +117,40 @@ def test_kimi_s_keeps_what_it_reads():
     gradients = [torch.autograd.grad((one * weights).sum(), inputs) for one in (answer, wanted)]
     for own, right in zip((answer, *gradients[0]), (wanted, *gradients[1]), strict=True):
         assert (own - right).norm().item() < 6e-3 * right.norm().item()
+
+
+@pytest.mark.parametrize("dim", [48, 64, 128])
+@pytest.mark.parametrize("each", [False, True], ids=["a decay for each head", "for each number of a key"])
+def test_keys_as_long_as_models_have_them(dim, each, form):
+    numbers = torch.Generator().manual_seed(dim)
+
+    def some(*shape):
+        return torch.randn(1, 70, *shape, generator=numbers)
+
+    key_heads = 2 if each else 1
+    inputs = [some(key_heads, dim), some(key_heads, dim), some(2, 8), -F.softplus(some(2, *[dim] * each))]
+    inputs = [one.requires_grad_() for one in (*inputs, some(2).sigmoid())]
+    weights, results = some(2, 8), []
+    for rule in (kimi_delta.kimi_delta if each else delta_rule.delta_rule, by_definition):
+        answer = rule(*inputs, has_norms=True)
+        results.append((answer, *torch.autograd.grad((answer * weights).sum(), inputs)))
+    for own, wanted in zip(*results, strict=True):
+        assert (own - wanted).norm().item() < 3e-6 * max(1.0, wanted.norm().item())
+
+
+@pytest.mark.skipif(native.find() is None, reason="no C++ compiler")
+def test_threads_change_no_bit_of_the_kernel():
+    (query, key, value, g, beta), weights = draw(40, HEADS)
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)  # conftest.py sets it back
+        answer = compiled_delta.compiled_delta(query, key, value, g, beta, True)
+        found.append((answer, *torch.autograd.grad((answer * weights).sum(), (query, key, value, g, beta))))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.skipif(native.find() is None, reason="no C++ compiler")
+@pytest.mark.parametrize(("dim", "dim_of_values"), [(24, 8), (272, 8), (16, 6)])
+def test_other_sizes_are_left_to_torch(dim, dim_of_values, form):
+    query, value = torch.zeros(1, 4, 2, dim), torch.zeros(1, 4, 2, dim_of_values)
+    assert not compiled_delta.fits(query, value)

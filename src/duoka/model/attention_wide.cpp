@@ -7,21 +7,8 @@
 
 namespace {
 
-#ifdef __AVX512F__
-constexpr i64 LANES = 16, WIDTH = 2;
-#else
-constexpr i64 LANES = 8, WIDTH = 2;
-#endif
-constexpr i64 PANEL = LANES * WIDTH;  // columns of a tile: with six rows, most of 16 registers
-constexpr i64 QUERIES = 24;           // at once: whole tiles, and few scores beyond the diagonal
-typedef float Vector __attribute__((vector_size(4 * LANES)));
-
-inline Vector load(const float* at) {
-  Vector x;
-  std::memcpy(&x, at, sizeof x);
-  return x;
-}
-inline void store(float* at, Vector x) { std::memcpy(at, &x, sizeof x); }
+constexpr i64 WIDTH = 2, PANEL = LANES * WIDTH;  // columns of a tile: with six rows, most of 16 registers
+constexpr i64 QUERIES = 24;                      // at once: whole tiles, and few scores beyond the diagonal
 
 struct Left {  // of a product: number (row, p) lies at row * row_step + p * sum_step
   const float* at;

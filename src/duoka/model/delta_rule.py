@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from duoka.model import compiled_delta
 from duoka.model.chunk_scan import decay_of_pairs
 
 NAME, KERNELS = "torch_chunk_gated_delta_rule", "fla"  # transformers' function, and the package that is faster
@@ -64,6 +65,8 @@ def delta_rule(
     has_norms: bool,
 ) -> torch.Tensor:
     """Shaped as the values. `has_norms`: queries and keys are brought to length 1."""
+    if compiled_delta.fits(query, value, key, g, beta):
+        return compiled_delta.compiled_delta(query, key, value, g, beta, has_norms)
     answer: torch.Tensor = _DeltaRule.apply(has_norms, query, key, value, g, beta)
     return answer
 

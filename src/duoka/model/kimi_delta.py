@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from duoka.model import compiled_delta
 from duoka.model.chunk_scan import in_two
 from duoka.model.delta_rule import unless_state
 
@@ -39,6 +40,8 @@ def kimi_delta(
     has_norms: bool,
 ) -> torch.Tensor:
     """Shaped as the values. `has_norms`: queries and keys are brought to length 1."""
+    if compiled_delta.fits(query, value, key, g, beta):
+        return compiled_delta.compiled_delta(query, key, value, g, beta, has_norms)
     answer: torch.Tensor = _KimiDelta.apply(has_norms, query, key, value, g, beta)
     return answer
 

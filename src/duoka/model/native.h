@@ -1,4 +1,4 @@
-// What the compiled files share: bf16 numbers as 16 bits, and exponentials that compilers vectorize.
+// What the compiled files share: bf16 numbers as 16 bits, exponentials that compilers vectorize, and vectors.
 
 #pragma once
 
@@ -52,3 +52,25 @@ inline float exponential(float x) {  // to 2 units in the last place; 0 below -8
 }
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+#ifdef __AVX512F__
+constexpr i64 LANES = 16;
+#else
+constexpr i64 LANES = 8;
+#endif
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+
+inline Vector load(const float* at) {
+  Vector x;
+  std::memcpy(&x, at, sizeof x);
+  return x;
+}
+inline void store(float* at, Vector x) { std::memcpy(at, &x, sizeof x); }
+inline float total(Vector x) {  // always in the same order
+  typedef float Four __attribute__((vector_size(16)));
+  Four parts[LANES / 4];
+  std::memcpy(parts, &x, sizeof x);
+  Four sum = parts[0];
+  for (i64 i = 1; i < LANES / 4; ++i) sum += parts[i];
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
