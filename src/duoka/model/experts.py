@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from duoka.model.dtypes import computed_in
 from duoka.model.head import here
+from duoka.model.mixed_experts import ALLOWED, How, Layout, mix_at_once
 from duoka.plan.hardware import has_cpu_bf16
 from duoka.torch_private import FakeTensor
 
@@ -62,8 +63,12 @@ def use_own_experts(model: torch.nn.Module) -> None:
 def find_experts(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, module) of the experts of each layer whose computation transformers lets us choose."""
     for name, module in model.named_modules():
-        if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
+        if is_mixture(module):
             yield name, module
+
+
+def is_mixture(module: torch.nn.Module) -> bool:
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
 def weight_names(module: Any) -> list[str]:
@@ -86,6 +91,8 @@ def mix(
     flat = top_k_index.reshape(-1)
     order = flat.argsort(stable=True)
     counts = flat.new_zeros(module.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+    if exchange is None and _mixes_at_once(module, hidden_states):
+        return _mix_at_once(module, hidden_states, order, counts, top_k_weights)
     rows = hidden_states[order // chosen].to(computed_in(hidden_states))
 
     def own(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -99,10 +106,37 @@ def mix(
     return summed if exchange is None else exchange.leave(summed, num_tokens)
 
 
+def _mixes_at_once(module: Any, hidden: torch.Tensor) -> bool:
+    on_cpu = hidden.device.type == "cpu" and not torch.compiler.is_compiling()
+    return on_cpu and hasattr(module, ALLOWED) and not getattr(module, "has_post_expert_norm", False)
+
+
+def _mix_at_once(
+    module: Any, hidden: torch.Tensor, order: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    dtype, given = computed_in(hidden), sizes_of(counts, len(order))
+    sizes, own = given, torch.arange(len(order))
+    if dtype == torch.bfloat16 and fills_experts():
+        sizes = filled(given)
+        own = _places_among(given, sizes)
+    places = torch.empty_like(order)
+    places[order] = own
+    names = _first_of(module), "down_proj"
+    first, down = (here(getattr(module, name)) for name in names)
+    biases = [here(getattr(module, f"{name}_bias")) if module.has_bias else None for name in names]
+    layout = Layout(order, places, given, sizes, weights.shape[1])
+    how = How(layout, getattr(module, ALLOWED), module.is_transposed, dtype)
+    return mix_at_once(hidden, weights, first, down, (biases[0], biases[1]), how)
+
+
+def _first_of(module: Any) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
 def compute_experts(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Rows that lie expert after expert, `counts` of each, through the experts that this rank has: (rows, dim)."""
     kind, dtype = rows.device.type, computed_in(rows)
-    first = "gate_up_proj" if module.has_gate else "up_proj"
+    first = _first_of(module)
     weights = {name: here(getattr(module, name)) for name in (first, "down_proj")}
     biases = {name: here(getattr(module, f"{name}_bias")) if module.has_bias else None for name in weights}
     # The kernel of all experts at once takes bf16, lines of 16 bytes, and some rows.
@@ -129,12 +163,22 @@ def fills_experts() -> bool:
 
 def _fill(rows: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, list[int], torch.Tensor | None]:
     """(rows with zeros behind each expert's, how many each has then, where `rows` are among them)."""
-    wide = [size if size < _MULTIPLE else -(-size // _MULTIPLE) * _MULTIPLE for size in sizes]
+    wide = filled(sizes)
     if wide == sizes:
         return rows, sizes, None
-    starts = itertools.accumulate(wide, initial=0)
-    own = torch.cat([torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=False)])
+    own = _places_among(sizes, wide)
     return rows.new_zeros(sum(wide), rows.shape[1]).index_copy(0, own, rows), wide, own
+
+
+def filled(sizes: list[int]) -> list[int]:
+    """How many rows each expert has with the zeros behind its own."""
+    return [size if size < _MULTIPLE else -(-size // _MULTIPLE) * _MULTIPLE for size in sizes]
+
+
+def _places_among(sizes: list[int], wide: list[int]) -> torch.Tensor:
+    """Of rows that lie one expert after the other, where they are among others behind each."""
+    starts = itertools.accumulate(wide, initial=0)
+    return torch.cat([torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=False)])
 
 
 def sizes_of(counts: torch.Tensor, total: int) -> list[int]:

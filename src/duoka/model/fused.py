@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from duoka.model import compiled_attention, gpu_kernels
+from duoka.model import compiled_attention, gpu_kernels, mixed_experts
 from duoka.model.adapted import forward_adapted, is_frozen_with_adapter
 from duoka.model.alike import answers_alike, draw
+from duoka.model.experts import is_mixture
 from duoka.model.gated import MLPS, Mlp, forward_gated
 from duoka.model.gated_norms import forward_gated_norm
 from duoka.model.gates import ACTS, Act
@@ -46,6 +47,8 @@ def apply_fused(lm: torch.nn.Module, *, keeps_products: bool = False) -> int:
             # A class, not a method of this object: replicas that torch makes of it must not call the original.
             module.__class__ = _with_forward(type(module), kind, part)  # type: ignore[arg-type]
             count += 1
+        if not keeps_products and is_mixture(module):
+            setattr(module, mixed_experts.ALLOWED, mixed_experts.find_gate(module))
         if not keeps_products and _asks_for_attention(type(module)):
             setattr(module, compiled_attention.ALLOWED, True)
     return count

@@ -245,9 +245,30 @@ void duoka_drop(const void* x, void* out, const i64* keys, i64 place, i64 tokens
   }
 }
 
+// Of each row of both (rows, width): the sum of products of their numbers. Then both are multiplied with its weight.
+void duoka_weigh_rows(void* one, void* other, const float* weights, float* sums, i64 rows, i64 width, int is_wide,
+                      int threads) {
+  auto run = [&](auto kind) {
+    using T = decltype(kind);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 row = 0; row < rows; ++row) {
+      T *x = (T*)one + row * width, *y = (T*)other + row * width;
+      float sum = 0, times = weights[row];
+#pragma omp simd reduction(+ : sum)
+      for (i64 i = 0; i < width; ++i) {
+        sum += wide(x[i]) * wide(y[i]);
+        put(x + i, times * wide(x[i]));
+        put(y + i, times * wide(y[i]));
+      }
+      sums[row] = sum;
+    }
+  };
+  is_wide ? run(float()) : run(bf16());
+}
+
 // Row r of `to` is the sum of rows order[begins[r]] to order[begins[r + 1]] of `from`, each of `width` numbers.
-void duoka_sum_rows(const void* from, const i64* order, const i64* begins, void* to, i64 rows, i64 width, int is_wide,
-                    int threads) {
+void duoka_sum_rows(const void* from, const i64* order, const i64* begins, const float* weights, void* to, i64 rows,
+                    i64 width, int is_wide, int threads) {
   auto run = [&](auto kind) {
     using T = decltype(kind);
 #pragma omp parallel num_threads(threads)
@@ -256,15 +277,16 @@ void duoka_sum_rows(const void* from, const i64* order, const i64* begins, void*
 #pragma omp for schedule(static)
       for (i64 row = 0; row < rows; ++row) {
         T* here = (T*)to + row * width;
-        if (begins[row + 1] - begins[row] == 1) {  // as most have
+        if (!weights && begins[row + 1] - begins[row] == 1) {  // as most have
           std::memcpy(here, (const T*)from + order[begins[row]] * width, width * sizeof(T));
           continue;
         }
         std::fill(sum.begin(), sum.end(), 0.0f);
         for (i64 at = begins[row]; at < begins[row + 1]; ++at) {
           const T* one = (const T*)from + order[at] * width;
+          const float times = weights ? weights[at] : 1.0f;
 #pragma omp simd
-          for (i64 i = 0; i < width; ++i) sum[i] += wide(one[i]);
+          for (i64 i = 0; i < width; ++i) sum[i] += times * wide(one[i]);
         }
         for (i64 i = 0; i < width; ++i) put(here + i, sum[i]);
       }

@@ -230,10 +230,23 @@ def adamw_(
     library().adamw(*map(_at, numbers), numbers[0].numel(), first, key, *factors, torch.get_num_threads())
 
 
-def sum_rows(rows: torch.Tensor, order: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
-    """(n, width), contiguous: row r is the sum of the rows order[begins[r]:begins[r + 1]], in fp32."""
+def sum_rows(
+    rows: torch.Tensor, order: torch.Tensor, begins: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(n, width), contiguous: row r is the sum of the rows order[begins[r]:begins[r + 1]], in fp32, each times its
+    weight."""
     out = torch.empty((len(begins) - 1, rows.shape[1]), dtype=rows.dtype)
     library().sum_rows(
-        _at(rows), _at(order), _at(begins), _at(out), len(out), rows.shape[1], _is_wide(rows), torch.get_num_threads()
-    )
+        _at(rows), _at(order), _at(begins), _at(weights), _at(out), len(out), rows.shape[1], _is_wide(rows),
+        torch.get_num_threads(),
+    )  # fmt: skip
     return out
+
+
+def weigh_rows_(one: torch.Tensor, other: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sums of products of both's rows (fp32), contiguous, which are multiplied with their weights (fp32) then."""
+    sums = torch.empty(len(weights), dtype=torch.float32)
+    library().weigh_rows(
+        _at(one), _at(other), _at(weights), _at(sums), len(sums), one.shape[1], _is_wide(one), torch.get_num_threads()
+    )
+    return sums

@@ -28,6 +28,7 @@ class Means:
     learns: bool  # norms' weights do
     experts_learn: bool
     in_8_bits: bool
+    mixes_at_once: bool = False  # a mixture is one function
     readers: frozenset[str] | None = None  # products that keep what they read: they learn, or adapters do; None: all
     remakes: bool = False  # adapters do not keep what they read where that is made again of what is kept
     hooked: bool = False  # what a module is given is another tensor to it: DeepSpeed's stage 3 hands it on so
@@ -223,6 +224,12 @@ def _kept_by_experts(shape: ModelShape, experts: Experts, how: Means) -> tuple[f
     shared = max(0, shape.intermediate_size - width)
     whole = size * any(one.name.endswith("shared_expert_gate") for one in shape.linears)
     whole += size * (experts.wide_router and how.is_half and how.learns)  # a copy by way of fp32
+    if how.mixes_at_once:  # model/mixed_experts.py: what the first products give, and where each choice's row is
+        once = (1 + shape.gated) * size * width
+        whole += size * (experts.wide_router and how.is_half and how.experts_learn and not how.learns)
+        # What all tokens are to experts, where the norm before gives something wider.
+        whole += size * (how.experts_learn and _norm_gives(shape.parts.norm, how.stream, how) != size)
+        return whole * shape.hidden_size + 16 * active, once + (2 + _keeps_gated(shape, how)) * size * shared
     rows = (1 + how.experts_learn) * active * size * shape.hidden_size
     inside = (_CLAMPED if shape.parts.bends_scores else _GATED) - (not how.experts_learn)
     return whole * shape.hidden_size, rows + inside * size * width + (2 + _keeps_gated(shape, how)) * size * shared
