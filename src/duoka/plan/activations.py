@@ -137,7 +137,7 @@ def means_of(work: Work, layout: Layout, number: int | None = None) -> Means:
         learns=work.lora is None,
         experts_learn=work.lora is None or bool(work.shape.num_expert_adapters(work.lora.targets)),
         in_8_bits=layout.precision == "fp8",
-        mixes_at_once=_mixes_at_once(work, layout),
+        mixes_at_once=mixes_at_once(work, layout),
         readers=_readers(work, number),
         remakes=_has_fused_adapters(work, layout) and not _is_hooked(work, layout),
         hooked=_is_hooked(work, layout),
@@ -145,7 +145,7 @@ def means_of(work: Work, layout: Layout, number: int | None = None) -> Means:
     )
 
 
-def _mixes_at_once(work: Work, layout: Layout) -> bool:
+def mixes_at_once(work: Work, layout: Layout) -> bool:
     """Whether experts are one function, on a CPU (model/mixed_experts.py)."""
     is_left = layout.compile or layout.recompute == "selective" or layout.ep > 1
     return work.device == "cpu" and work.program is None and not is_left

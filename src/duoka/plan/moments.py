@@ -15,6 +15,7 @@ from duoka.plan.activations import (
     loss_bytes,
     means_of,
     measured_bytes,
+    mixes_at_once,
     ranks_of_mlp,
     selective_bytes,
     tail_bytes,
@@ -302,4 +303,6 @@ def _stacked_bytes(work: Work, layout: Layout) -> int:
     if experts is None or work.lora is not None or work.train_only is not None or at_once or work.program is not None:
         return 0
     size = 4 if layout.precision == "fp32" else 2
+    if mixes_at_once(work, layout):  # where they are wide and it is not, one expert's before it is widened
+        return 0 if layout.precision == "fp32" or layout.is_sharded else size * experts.num_parameters_each
     return size * experts.num_experts // layout.ep * experts.num_parameters_each * 2 // 3
