@@ -119,6 +119,10 @@ def test_weights_stay_however_they_are_shared_out(tmp_path):
     mixture = write_family(
         tmp_path / "mixture", "mixtral", tokenizer=build_tiny_tokenizer(), hidden_size=272, intermediate_size=352
     )
+    # Experts by one function, whose kept rows are fewer than half of the width: none has as many bytes as a weight.
+    tall = write_family(
+        tmp_path / "tall", "mixtral", tokenizer=build_tiny_tokenizer(), hidden_size=1600, intermediate_size=72
+    )
     data = write_conversations(tmp_path / "chats.jsonl", 20, seed=3)
     jobs = []
     for number, (model, precision, *how) in enumerate(
@@ -126,6 +130,7 @@ def test_weights_stay_however_they_are_shared_out(tmp_path):
             (wide, "bf16", "parallel.tensor=2"),
             (wide, "fp32", "parallel.tensor=2", "lora={rank: 4}"),
             (mixture, "fp32", "parallel.strategy=fsdp"),
+            (tall, "bf16", "parallel.strategy=ddp"),
             (mixture, "bf16", "parallel.expert=2"),
         ]
     ):

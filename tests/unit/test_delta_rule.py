@@ -150,7 +150,9 @@ def test_threads_change_no_bit_of_the_kernel():
 
 
 @pytest.mark.skipif(native.find() is None, reason="no C++ compiler")
-@pytest.mark.parametrize(("dim", "dim_of_values"), [(24, 8), (272, 8), (16, 6)])
-def test_other_sizes_are_left_to_torch(dim, dim_of_values, form):
-    query, value = torch.zeros(1, 4, 2, dim), torch.zeros(1, 4, 2, dim_of_values)
+@pytest.mark.parametrize(
+    ("tokens", "dim", "dim_of_values"), [(4, 24, 8), (4, 272, 8), (4, 16, 6), (16_385, 16, 4), (0, 16, 4)]
+)
+def test_other_sizes_are_left_to_torch(tokens, dim, dim_of_values, form):
+    query, value = torch.zeros(1, tokens, 1, dim), torch.zeros(1, tokens, 1, dim_of_values)
     assert not compiled_delta.fits(query, value)

@@ -13,12 +13,13 @@ from duoka.model import native
 from duoka.torch_private import FakeTensor
 
 _MOST, _LANES, _COLUMNS = 256, 16, 4  # numbers of a key that the kernel takes, and what they and values come in
+_LONGEST = 16_384  # tokens of a row: each thread keeps seven forms of its keys, where chunks take heads in turns
 
 
 def fits(query: torch.Tensor, value: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether the kernel computes it; of fake tensors, whether it would."""
     dim, is_whole = query.shape[-1], query.shape[-1] % _LANES == 0 and value.shape[-1] % _COLUMNS == 0
-    if dim > _MOST or not is_whole:
+    if dim > _MOST or not is_whole or query.shape[1] > _LONGEST:
         return False
     if isinstance(query, FakeTensor):
         narrow = query.dtype in (torch.float32, torch.bfloat16)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from duoka.model.dtypes import computed_in
 from duoka.model.head import here
-from duoka.model.mixed_experts import ALLOWED, How, Layout, mix_at_once
+from duoka.model.mixed_experts import ALLOWED, Gate, How, Layout, mix_at_once
 from duoka.plan.hardware import has_cpu_bf16
 from duoka.torch_private import FakeTensor
 
@@ -125,7 +125,8 @@ def _mix_at_once(
     first, down = (here(getattr(module, name)) for name in names)
     biases = [here(getattr(module, f"{name}_bias")) if module.has_bias else None for name in names]
     layout = Layout(order, places, given, sizes, weights.shape[1])
-    how = How(layout, getattr(module, ALLOWED), module.is_transposed, dtype)
+    gate = Gate(module._apply_gate if module.has_gate else module.act_fn, getattr(module, ALLOWED))
+    how = How(layout, gate, module.is_transposed, dtype)
     return mix_at_once(hidden, weights, first, down, (biases[0], biases[1]), how)
 
 

@@ -48,7 +48,7 @@ def apply_fused(lm: torch.nn.Module, *, keeps_products: bool = False) -> int:
             module.__class__ = _with_forward(type(module), kind, part)  # type: ignore[arg-type]
             count += 1
         if not keeps_products and is_mixture(module):
-            setattr(module, mixed_experts.ALLOWED, mixed_experts.find_gate(module))
+            setattr(module, mixed_experts.ALLOWED, mixed_experts.find_act(module))
         if not keeps_products and _asks_for_attention(type(module)):
             setattr(module, compiled_attention.ALLOWED, True)
     return count

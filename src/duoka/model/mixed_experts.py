@@ -8,6 +8,7 @@ h W of what the gate gave, and a token's slope g, it is g (h W) = (g W) h, and t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,8 +17,7 @@ import torch
 from duoka.model import gates, native
 from duoka.model.chunks import wide
 
-ALLOWED = "mixes_at_once"  # on a layer's experts: their gate, as `Gate`
-_Weights = tuple[torch.Tensor, ...]
+ALLOWED = "mixes_at_once"  # on a layer's experts: the activation that their gate is, or None
 
 
 class Gate(NamedTuple):
@@ -52,14 +52,17 @@ class How(NamedTuple):
     dtype: torch.dtype  # of products
 
 
-def find_gate(module: Any) -> Gate:
-    code = module._apply_gate if module.has_gate else module.act_fn
+def find_act(module: Any) -> gates.Act | None:
+    """The activation of experts whose gate is a usual one: tried on random numbers."""
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for act in gates.ACTS if module.has_gate else ():
-            if torch.allclose(code(x), act.value(x[:, :8]) * x[:, 8:], rtol=1e-5, atol=1e-5):
-                return Gate(code, act)
-    return Gate(code, None)
+    with torch.no_grad(), contextlib.suppress(RuntimeError, ValueError, TypeError, AttributeError):
+        if not module.has_gate:
+            return None
+        given: torch.Tensor = module._apply_gate(x)  # which may ask for what it has of other sizes alone
+        for act in gates.ACTS:
+            if given.shape == (4, 8) and torch.allclose(given, act.value(x[:, :8]) * x[:, 8:], rtol=1e-5, atol=1e-5):
+                return act
+    return None
 
 
 def mix_at_once(
@@ -91,10 +94,8 @@ class _Mixed(torch.autograd.Function):
                 _multiply(given, out_of, _of(down_bias, expert), answers[at], how)
             summed = _sum_choices(answers, how.layout, weights)
         # Narrow weights are kept as they came: where ranks share them, they are gathered again.
-        firsts, downs = (
-            ([first] if first.dtype == how.dtype else firsts),
-            ([down] if down.dtype == how.dtype else downs),
-        )
+        firsts = [first] if first.dtype == how.dtype else firsts
+        downs = [down] if down.dtype == how.dtype else downs
         ctx.how, ctx.num_firsts, ctx.like = how, len(firsts), [_Like.of(one) for one in (first, down)]
         ctx.hidden = _Like.of(hidden)
         ctx.save_for_backward(
@@ -188,9 +189,14 @@ class _Found:
 
 
 def _narrow(weight: torch.Tensor, how: How) -> list[torch.Tensor]:
-    """The weights of each expert that was chosen, as products take them."""
-    each = zip(weight.detach().unbind(), how.layout.counts, strict=True)
-    return [own.to(how.dtype) for own, count in each if count]
+    """The weights of each expert that was chosen, as products take them.
+
+    Copies are parameters too: what is moved elsewhere until the backward pass (parallel/activations.py) is no weight.
+    """
+    used = [own for own, count in zip(weight.detach().unbind(), how.layout.counts, strict=True) if count]
+    if weight.dtype == how.dtype:
+        return used
+    return [torch.nn.Parameter(own.to(how.dtype), requires_grad=False) for own in used]
 
 
 def _rows(of_tokens: torch.Tensor, own: torch.Tensor, at: slice, how: How) -> torch.Tensor:
@@ -222,7 +228,9 @@ def _gate_again(gate: Gate, inner: torch.Tensor) -> tuple[torch.Tensor, Callable
     with torch.enable_grad():
         read = inner.detach().requires_grad_()
         given = gate.code(read)
-    return given.detach().clone(), lambda slope: torch.autograd.grad(given, read, slope)[0]
+    return given.detach().clone(memory_format=torch.contiguous_format), lambda slope: torch.autograd.grad(
+        given, read, slope
+    )[0]
 
 
 def _weigh_(through: torch.Tensor, given: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
