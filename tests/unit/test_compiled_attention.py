@@ -64,7 +64,7 @@ def compare(kind, heads, dims, lengths, how, *, whole=True):
     slope = draw(*want.shape, dtype=kind, seed=9)
     got.backward(slope)
     want.backward(slope.double())
-    limit = 2e-6 if kind is torch.float32 else 1.3 * HALF
+    limit = 1e-6 if kind is torch.float32 else 1.3 * HALF
     for place, (one, two) in enumerate([(got, want), *((a.grad, b.grad) for a, b in zip(ours, exact, strict=True))]):
         off = float((one.detach().double() - two.detach()).norm() / two.detach().norm())
         if place < 4:

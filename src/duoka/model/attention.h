@@ -45,13 +45,24 @@ struct Seen {
 // By the query at `place` among all keys, of a row that begins at key `low`.
 inline Seen seen_from(const Scoring& how, i64 place, i64 low) { return {how.lowest(place) - low, place + 1 - low}; }
 
+// To some units in the last place, also near 0, where soft caps have most scores and 1 - 2 / (1 + exp 2x) few digits.
+inline float tanh_of(float x) {
+  float z = x * x, far = 1.0f - 2.0f / (1.0f + exponential(2.0f * x));
+  float p = -5.70498872745e-3f;
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  return std::fabs(x) < 0.625f ? p * z * x + x : far;
+}
+
 template <bool BENDS>
 inline float bent(float score, const Scoring& how, float* slope) {  // and what its slope is by the product
   if (!BENDS) {
     *slope = how.scale;
     return score * how.scale;
   }
-  float t = 1.0f - 2.0f / (1.0f + exponential(score * (2.0f * how.scale / how.softcap)));
+  float t = tanh_of(score * (how.scale / how.softcap));
   *slope = how.scale * (1.0f - t * t);
   return how.softcap * t;
 }
