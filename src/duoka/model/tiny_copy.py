@@ -60,6 +60,7 @@ _LAYERS = re.compile(r".*(layer|attn).*|.*_(idx|idxs|indices)")
 _COUNTED = re.compile(r".*(period|interval|pattern|_step|_every_n.*|block_types)")
 _SIZES_OF_ANOTHER_KIND = re.compile(r"image_size|patch_size|.*kernel_size|.*batch_size|pad_vocab_size.*")
 _MOST_KINDS = 8
+_SLOWER = 3.0  # logarithm of how many times as long a state lasts
 
 
 def tiny_config(config: Any, *, widths: bool = True) -> Any:
@@ -97,7 +98,11 @@ def build_tiny(
         use_own_experts(model)
     numbers = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                # As code draws these, states fade within a token: no document would see the one before, and of a delta
+                # rule's answers one product would be left, at times so near 0 that a norm behind makes rounding large.
+                parameter.sub_(_SLOWER)
             # Beside what the code begins with: gates and projections that begin at zero would hide what they let
             # through, and 0.02 in small matrices makes every layer too faint to be seen.
             scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
