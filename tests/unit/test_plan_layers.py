@@ -59,7 +59,7 @@ def test_dropout_of_adapters_keeps_nothing(family):
     [("llama", "full, bf16"), ("llama", "lora, bf16"), ("qwen3_moe", "lora, bf16"), ("qwen3_moe", "lora, fp32")],
 )
 def test_copies_of_weights_are_planned_too(family, way):
-    """Autocast's, and what PEFT makes of experts and their adapters."""
+    """Autocast's, and what PEFT makes of routers and their adapters."""
     assert planned_copies(family, way) == pytest.approx(held_apart(family, way)[1], rel=0.01)
 
 

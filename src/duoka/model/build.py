@@ -26,6 +26,7 @@ from duoka.model.chunks import Places
 from duoka.model.documents import Documents, reading
 from duoka.model.drawing import check_harmless, has_drawn, read_generators
 from duoka.model.dropout import count_dropout
+from duoka.model.expert_adapters import adapt_rows
 from duoka.model.experts import use_own_experts
 from duoka.model.freeze import apply_train_only, freeze_beside_text
 from duoka.model.head import (
@@ -153,6 +154,7 @@ def load_adapter(base: torch.nn.Module, folder: Path, earlier: Earlier | None = 
     refuse_unread(folder)
     with quiet_loading(), quiet_adapters(), without_packer():
         adapted = read_adapted(base, folder)
+    adapt_rows(adapted)
     keep_earlier(adapted, earlier, read_held(folder))
     return adapted
 

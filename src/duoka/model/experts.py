@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from duoka.model.dtypes import computed_in
+from duoka.model.expert_products import Adapter, Product
 from duoka.model.head import here
 from duoka.model.mixed_experts import ALLOWED, Gate, How, Layout, mix_at_once
 from duoka.plan.hardware import has_cpu_bf16
@@ -24,9 +25,11 @@ from duoka.torch_private import FakeTensor
 
 NAME = "duoka"
 EXCHANGE = "expert_exchange"
+ADAPTERS = "expert_adapters"  # on a layer's experts while they compute: by the names of weights (expert_adapters.py)
 # oneDNN writes a program of its own for each number of rows of a bf16 product, in milliseconds, and an expert has
 # another number each time: rows of zeros make it a multiple. Fewer rows than that are numbers that come again.
 _MULTIPLE = 32
+_LINE = 8  # numbers in bf16: what the kernel of all experts at once takes lines of
 
 
 class ExpertExchange(Protocol):
@@ -69,6 +72,11 @@ def find_experts(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 def is_mixture(module: torch.nn.Module) -> bool:
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
+def computes_here(module: torch.nn.Module) -> bool:
+    """Whether these are experts whose forward asks `mix`."""
+    return is_mixture(module) and module.config._experts_implementation == NAME  # type: ignore[union-attr, return-value]
 
 
 def weight_names(module: Any) -> list[str]:
@@ -124,10 +132,13 @@ def _mix_at_once(
     names = _first_of(module), "down_proj"
     first, down = (here(getattr(module, name)) for name in names)
     biases = [here(getattr(module, f"{name}_bias")) if module.has_bias else None for name in names]
+    adapters = [getattr(module, ADAPTERS, {}).get(name) for name in names]
     layout = Layout(order, places, given, sizes, weights.shape[1])
     gate = Gate(module._apply_gate if module.has_gate else module.act_fn, getattr(module, ALLOWED))
     how = How(layout, gate, module.is_transposed, dtype)
-    return mix_at_once(hidden, weights, first, down, (biases[0], biases[1]), how)
+    return mix_at_once(
+        hidden, weights, Product(first, biases[0], adapters[0]), Product(down, biases[1], adapters[1]), how
+    )
 
 
 def _first_of(module: Any) -> str:
@@ -141,15 +152,24 @@ def compute_experts(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> to
     weights = {name: here(getattr(module, name)) for name in (first, "down_proj")}
     biases = {name: here(getattr(module, f"{name}_bias")) if module.has_bias else None for name in weights}
     # The kernel of all experts at once takes bf16, lines of 16 bytes, and some rows.
-    fits = all(weight.shape[1] % 8 == weight.shape[2] % 8 == 0 for weight in weights.values())
+    fits = all(weight.shape[1] % _LINE == weight.shape[2] % _LINE == 0 for weight in weights.values())
     groups = kind == "cuda" and dtype == torch.bfloat16 and fits and len(rows) > 0
     sizes = [] if groups else sizes_of(counts, len(rows))
     out, own = rows, None
     if kind == "cpu" and dtype == torch.bfloat16 and fills_experts():
         out, sizes, own = _fill(rows, sizes)
+
+    def multiply(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lies: bool) -> torch.Tensor:
+        if groups:
+            return _multiply_grouped(rows, counts, weight, bias, lies, dtype)
+        return _multiply_each(rows, sizes, weight, bias, lies, dtype)
+
     for name, weight in weights.items():
-        how = (weight, biases[name], module.is_transposed, dtype)
-        out = _multiply_grouped(out, counts, *how) if groups else _multiply_each(out, sizes, *how)
+        adapter: Adapter | None = getattr(module, ADAPTERS, {}).get(name)
+        rows, out = out, multiply(out, weight, biases[name], module.is_transposed)
+        if adapter is not None:
+            a, b, scale = adapter.in_lines(_LINE if groups else 1)
+            out = out + scale * multiply(multiply(rows, a, None, False), b, None, True)
         if name == first:
             out = module._apply_gate(out) if module.has_gate else module.act_fn(out)
     out = out if own is None else out[own]
@@ -223,7 +243,7 @@ def _multiply_grouped(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """All products in one launch, which does not ask the device how many rows an expert has."""
-    own = weight.to(dtype)
+    own = weight.to(dtype).contiguous()
     ends = counts.cumsum(0).to(torch.int32)
     out = F.grouped_mm(rows.to(dtype), own if is_transposed else own.transpose(-2, -1), offs=ends)
     if bias is None:

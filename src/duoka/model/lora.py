@@ -20,6 +20,7 @@ from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
 from duoka.model.adapters import Earlier
 from duoka.model.box import Box
+from duoka.model.expert_adapters import adapt_rows
 from duoka.model.layers import beside_text, skipped_layers
 from duoka.model.pissa import PissaStarts, as_plain_adapter, check_untied, draw_seed
 
@@ -98,6 +99,7 @@ def _apply_lora(
             ) from error
     if experts := adapted_experts(adapted):
         _check_experts(experts, lora, earlier)
+        adapt_rows(adapted)
     keep_earlier(adapted, earlier)
     if any(parameter.is_meta for parameter in adapted.parameters()):
         return adapted

@@ -4,18 +4,20 @@ Of separate steps autograd keeps each chosen row (what an expert reads, what its
 puts the gradients of all experts together by copying them. Here what the first products give is kept alone. Rows are
 taken from their tokens again; and the gradient of a choice's weight needs no answer of its expert: with an answer
 h W of what the gate gave, and a token's slope g, it is g (h W) = (g W) h, and the backward pass has both.
+Adapters of experts (expert_adapters.py) are thin products beside: h W + scale (h A) B.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from duoka.model import gates, native
 from duoka.model.chunks import wide
+from duoka.model.expert_products import NUM_TENSORS, Backward, Form, Forward, Like, Product
 
 ALLOWED = "mixes_at_once"  # on a layer's experts: the activation that their gate is, or None
 
@@ -51,6 +53,9 @@ class How(NamedTuple):
     is_transposed: bool  # weights are (experts, in, out)
     dtype: torch.dtype  # of products
 
+    def form(self, scale: float) -> Form:
+        return Form(self.layout.counts, self.is_transposed, self.dtype, scale)
+
 
 def find_act(module: Any) -> gates.Act | None:
     """The activation of experts whose gate is a usual one: tried on random numbers."""
@@ -68,135 +73,74 @@ def find_act(module: Any) -> gates.Act | None:
 def mix_at_once(
     hidden: torch.Tensor,  # (tokens, dim)
     weights: torch.Tensor,  # (tokens, chosen): of each choice
-    first: torch.Tensor,  # of gate and up, and of the product behind the gate, all experts'
-    down: torch.Tensor,
-    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    first: Product,  # of gate and up
+    down: Product,  # behind the gate
     how: How,
 ) -> torch.Tensor:
-    answer: torch.Tensor = _Mixed.apply(how, hidden, weights, first, down, *biases)
+    scales = tuple(0.0 if one.adapter is None else one.adapter.scale for one in (first, down))
+    answer: torch.Tensor = _Mixed.apply(how, scales, hidden, weights, *first.tensors(), *down.tensors())
     return answer
 
 
 class _Mixed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, how: How, hidden: torch.Tensor, weights: torch.Tensor, first: torch.Tensor, down: torch.Tensor,
-        first_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
+        ctx: Any, how: How, scales: tuple[float, float], hidden: torch.Tensor, weights: torch.Tensor,
+        *products: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        states, rows, width = hidden.to(how.dtype), sum(how.layout.sizes), first.shape[2 if how.is_transposed else 1]
-        firsts, downs = _narrow(first, how), _narrow(down, how)
-        inner = torch.empty((rows, width), dtype=how.dtype, device=hidden.device)
+        rows, forms = sum(how.layout.sizes), [how.form(scale) for scale in scales]
+        first, down = (Forward(of, form, rows) for of, form in zip(_halves(products), forms, strict=True))
+        states = hidden.to(how.dtype)
+        inner = torch.empty((rows, first.width), dtype=how.dtype, device=hidden.device)
         answers = torch.empty((rows, hidden.shape[1]), dtype=how.dtype, device=hidden.device)
         with torch.autocast("cpu", enabled=False):
-            for (expert, at, own), into, out_of in zip(how.layout.parts(), firsts, downs, strict=True):
-                _multiply(_rows(states, own, at, how), into, _of(first_bias, expert), inner[at], how)
+            for expert, at, own in how.layout.parts():
+                first.multiply(expert, at, _rows(states, own, at, how), inner[at])
                 given = how.gate.code(inner[at]) if how.gate.act is None else gates.times(how.gate.act, inner[at], None)
-                _multiply(given, out_of, _of(down_bias, expert), answers[at], how)
+                down.multiply(expert, at, given, answers[at])
             summed = _sum_choices(answers, how.layout, weights)
-        # Narrow weights are kept as they came: where ranks share them, they are gathered again.
-        firsts = [first] if first.dtype == how.dtype else firsts
-        downs = [down] if down.dtype == how.dtype else downs
-        ctx.how, ctx.num_firsts, ctx.like = how, len(firsts), [_Like.of(one) for one in (first, down)]
-        ctx.hidden = _Like.of(hidden)
-        ctx.save_for_backward(
-            states if ctx.needs_input_grad[3] else None, weights, inner, first_bias, down_bias, *firsts, *downs
-        )
+        ctx.how, ctx.forms, ctx.like = how, forms, [Like.of(one) for one in products]
+        ctx.dtypes, ctx.num_kept = (hidden.dtype, weights.dtype), len(first.kept())
+        reads = _reads(_halves(ctx.needs_input_grad[4:])[0])
+        ctx.save_for_backward(states if reads else None, weights, inner, *first.kept(), *down.kept())
         return summed.to(hidden.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        states, weights, inner, first_bias, down_bias, *narrow = ctx.saved_tensors
-        how, wanted, layout = ctx.how, ctx.needs_input_grad, ctx.how.layout
-        firsts, downs = (
-            _narrow(some[0], how) if like.dtype == how.dtype else some
-            for some, like in zip((narrow[: ctx.num_firsts], narrow[ctx.num_firsts :]), ctx.like, strict=True)
-        )
-        given_like = (_Like.of(weights), *ctx.like, _Like.of(first_bias), _Like.of(down_bias))
-        found = _Found(how, [like if wants else None for like, wants in zip(given_like, wanted[2:], strict=True)])
-        slopes = torch.empty((len(inner), grad.shape[1]), dtype=how.dtype, device=grad.device) if wanted[1] else None
+        states, weights, inner, *kept = ctx.saved_tensors
+        how, layout, (_, _, wants_hidden, wants_weights, *learn) = ctx.how, ctx.how.layout, ctx.needs_input_grad
+        like = [one if learns else None for one, learns in zip(ctx.like, learn, strict=True)]
+        kept_of = kept[: ctx.num_kept], kept[ctx.num_kept :]
+        first, down = (Backward(*each) for each in zip(kept_of, ctx.forms, _halves(like), strict=True))
+        of_weights = torch.empty(weights.shape, dtype=ctx.dtypes[1]) if wants_weights else None
+        slopes = torch.empty((len(inner), grad.shape[1]), dtype=how.dtype, device=grad.device) if wants_hidden else None
         with torch.autocast("cpu", enabled=False):
-            for (expert, at, own), into, out_of in zip(layout.parts(), firsts, downs, strict=True):
+            for expert, at, own in layout.parts():
                 slope, share = _rows(grad, own, at, how), weights.flatten()[own].to(wide(inner))
-                through = slope @ (out_of.t() if how.is_transposed else out_of)
+                through = down.turn(expert, slope)
                 given, find_inner = _gate_again(how.gate, inner[at])
                 of_share = _weigh_(through[: len(own)], given[: len(own)], share)
-                found.of_down(expert, own, slope, share, of_share, given, down_bias)
+                if of_weights is not None:
+                    of_bias = down.through_bias(expert, slope[: len(own)], share.dtype)
+                    of_weights.view(-1)[own] = (of_share if of_bias is None else of_share + of_bias).to(ctx.dtypes[1])
+                down.learn(expert, at, given, slope, share)
                 of_inner = find_inner(through)
-                if wanted[3] or wanted[5]:
-                    found.of_first(expert, of_inner, None if states is None else _rows(states, own, at, how))
+                first.learn(expert, at, None if states is None else _rows(states, own, at, how), of_inner, None)
                 if slopes is not None:
-                    torch.mm(of_inner, into.t() if how.is_transposed else into, out=slopes[at])
-            of_hidden = None if slopes is None else _sum_choices(slopes, layout, None).to(ctx.hidden.dtype)
-        return None, of_hidden, *found.all()
+                    first.turn(expert, of_inner, slopes[at])
+            of_hidden = None if slopes is None else _sum_choices(slopes, layout, None).to(ctx.dtypes[0])
+        return None, None, of_hidden, of_weights, *first.found, *down.found
 
 
-class _Like(NamedTuple):
-    """Of a tensor that is not kept for it."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor | None) -> _Like | None:
-        return None if tensor is None else cls(tensor.shape, tensor.dtype)
+def _halves(of_both: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What belongs to the first product, and to the one behind the gate."""
+    return of_both[:NUM_TENSORS], of_both[NUM_TENSORS:]
 
 
-class _Found:
-    """Gradients of weights and biases, as one expert after the other gives its own."""
-
-    def __init__(self, how: How, wanted: list[_Like | None]) -> None:
-        made = [None if like is None else torch.empty(like.shape, dtype=like.dtype) for like in wanted]
-        self._how, self._products = how, dict[torch.Size, torch.Tensor]()
-        self._weights, self._first, self._down, self._first_bias, self._down_bias = made
-        for expert, count in enumerate(how.layout.counts):
-            for one in made[1:]:
-                if one is not None and not count:
-                    one[expert].zero_()
-
-    def all(self) -> tuple[torch.Tensor | None, ...]:
-        return self._weights, self._first, self._down, self._first_bias, self._down_bias
-
-    def of_down(
-        self, expert: int, own: torch.Tensor, slope: torch.Tensor, share: torch.Tensor, of_share: torch.Tensor,
-        given: torch.Tensor, bias: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        """`given`: what the gate gave, times the choices' weights; `slope`: of the answers, before these."""
-        few = slope[: len(own)]
-        if self._weights is not None:
-            if bias is not None:
-                of_share = of_share + few.to(share.dtype) @ bias[expert].to(share.dtype)
-            self._weights.view(-1)[own] = of_share.to(self._weights.dtype)
-        if self._down is not None:
-            self._put(self._down[expert], given, slope)
-        if self._down_bias is not None:
-            self._down_bias[expert] = share @ few.to(share.dtype)
-
-    def of_first(self, expert: int, of_inner: torch.Tensor, rows: torch.Tensor | None) -> None:
-        if self._first is not None and rows is not None:
-            self._put(self._first[expert], rows, of_inner)
-        if self._first_bias is not None:
-            self._first_bias[expert] = of_inner.sum(0, dtype=wide(of_inner))
-
-    def _put(self, to: torch.Tensor, read: torch.Tensor, slope: torch.Tensor) -> None:
-        """The gradient of a weight, of what its product read and the slope of what it gave."""
-        left, right = (read, slope) if self._how.is_transposed else (slope, read)
-        if to.dtype == left.dtype:
-            torch.mm(left.t(), right, out=to)
-            return
-        if to.shape not in self._products:
-            self._products[to.shape] = torch.empty(to.shape, dtype=left.dtype)
-        to.copy_(torch.mm(left.t(), right, out=self._products[to.shape]))
-
-
-def _narrow(weight: torch.Tensor, how: How) -> list[torch.Tensor]:
-    """The weights of each expert that was chosen, as products take them.
-
-    Copies are parameters too: what is moved elsewhere until the backward pass (parallel/activations.py) is no weight.
-    """
-    used = [own for own, count in zip(weight.detach().unbind(), how.layout.counts, strict=True) if count]
-    if weight.dtype == how.dtype:
-        return used
-    return [torch.nn.Parameter(own.to(how.dtype), requires_grad=False) for own in used]
+def _reads(learns: Sequence[bool]) -> bool:
+    """Whether the gradients of a product's tensors ask for what it read."""
+    weight, _, a, _ = learns
+    return weight or a
 
 
 def _rows(of_tokens: torch.Tensor, own: torch.Tensor, at: slice, how: How) -> torch.Tensor:
@@ -205,18 +149,6 @@ def _rows(of_tokens: torch.Tensor, own: torch.Tensor, at: slice, how: How) -> to
     rows[: len(own)] = of_tokens.index_select(0, own // how.layout.chosen)
     rows[len(own) :] = 0
     return rows.to(how.dtype)
-
-
-def _of(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
-    return None if bias is None else bias[expert]
-
-
-def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, to: torch.Tensor, how: How) -> None:
-    across = weight if how.is_transposed else weight.t()
-    if bias is None:
-        torch.mm(x, across, out=to)
-    else:
-        torch.addmm(bias.to(to.dtype), x, across, out=to)
 
 
 def _gate_again(gate: Gate, inner: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:

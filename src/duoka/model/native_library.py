@@ -19,7 +19,7 @@ from duoka.runs.cache import hold_lock
 
 _FILES = (
     "native.h", "attention.h", "narrow_products.h", "native.cpp", "attention.cpp", "attention_wide.cpp", "decode.cpp",
-    "adamw.cpp", "scan.cpp", "convolution.cpp", "delta.cpp",
+    "adamw.cpp", "scan.cpp", "convolution.cpp", "delta.cpp", "thin.cpp",
 )  # fmt: skip
 SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp",
@@ -47,6 +47,9 @@ _SIGNATURES: Mapping[str, list[Any]] = {
     "scan_backward": [*[_P] * 12, _I, _I, _I, _I, _I, _N],
     "delta_forward": [*[_P] * 6, *[_I] * 7, _N, _N, _N],
     "delta_backward": [*[_P] * 11, *[_I] * 7, _N, _N, _N],
+    "thin_squeeze": [_P, _P, _P, *[_I] * 4, _F, _N, _N],
+    "thin_spread": [_P, _P, _P, *[_I] * 4, _F, _N, _N],
+    "thin_collect": [_P, _P, _P, *[_I] * 4, _F, _N, _N],
     "attend_rows": [_P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _N, _N],
     "multiply_rows": [_P, _P, _P, _P, _I, _I, _I, _N, _N],
     "multiply_codes": [_P, _P, _P, _P, _P, _I, _I, _I, _N, _N],

@@ -21,6 +21,7 @@ from duoka.config.adapters import HOLDS, WEIGHTS
 from duoka.errors import ConfigError
 from duoka.hub.weight_files import find_damage
 from duoka.model.auto_class import language_class
+from duoka.model.mapped_files import leave_files
 from duoka.model.quantize import check_codes
 from duoka.model.score_head import read_scorer
 
@@ -45,6 +46,7 @@ def read_model(folder: Path, *, scores: bool, **options: Any) -> Any:
         reason, fix = (_first_line(error), None) if damage is None else (f"it is one {damage[0]}", damage[1])
         raise ConfigError(f"the model in {folder} could not be loaded: {reason}", fix=fix) from error
     _refuse_unfilled(folder, model, found)
+    leave_files(model)
     say_untied(model)
     return model
 

@@ -201,7 +201,7 @@ def _kept_by_duoka(work: Work, layout: Layout, length: int, how: Means) -> tuple
         formula += f" + {2 * how.size} for what of keys and values other ranks hold too"
     if work.lora is not None:
         rank = how.size * work.lora.rank
-        whole += rank * len(adapted_linears(shape, work.lora))
+        whole += rank * len(adapted_linears(shape, work.lora) + shape.expert_adapters(work.lora.targets))
         formula += f" + {rank} per adapter"
     return whole, cut, f"per token and layer {formula}"
 

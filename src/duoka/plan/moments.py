@@ -245,15 +245,15 @@ def _embedding_bytes(work: Work, layout: Layout, share: ModelShare, is_first: bo
 
 
 def _cast_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
-    """Copies of all layers' weights that products keep: autocast's in half precision, those of fp8 in 8 bits, and of
-    experts with adapters what PEFT makes of both."""
-    merged = _merged_experts(work, layout, share)
+    """Copies of all layers' weights that products keep: autocast's in half precision, those of fp8 in 8 bits, and what
+    adapters of experts and routers are made to."""
+    merged, turned = _of_expert_adapters(work, layout, share)
     linear = share.block_linear * len(layers_of_backward(work, share)) // max(1, share.num_layers)
     if layout.precision == "fp32" or work.narrow_weights or work.program is not None:
-        return merged
+        return merged + turned
     if layout.is_sharded and work.deepspeed is None:  # what is gathered comes in half precision
         if work.train_only is None or layout.strategy not in ("zero1", "zero2"):
-            return merged
+            return merged + turned
         # What does not learn lies whole on every rank, as wide as what does.
         return 2 * max(0, linear - trained_in_layers(work.shape, work.train_only, share.layers) // layout.tp)
     if layout.precision == "fp8":
@@ -264,13 +264,16 @@ def _cast_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
     return 2 * (linear if work.lora is None else share.trainable) + merged
 
 
-def _merged_experts(work: Work, layout: Layout, share: ModelShare) -> int:
-    shape, lora = work.shape, work.lora
-    if lora is None or work.program is not None or shape.experts is None or not shape.num_expert_adapters(lora.targets):
-        return 0
-    part = shape.experts.num_layers / shape.num_layers / layout.ep
-    weights = shape.experts.num_experts * shape.experts.num_parameters_each
-    return int((4 if layout.precision == "fp32" else 2) * weights * share.num_layers * part)
+def _of_expert_adapters(work: Work, layout: Layout, share: ModelShare) -> tuple[int, int]:
+    """(what PEFT makes of routers and their adapters, B of experts' adapters as these lie one behind the other)."""
+    shape, experts, lora = work.shape, work.shape.experts, work.lora
+    if lora is None or work.program is not None or experts is None:
+        return 0, 0
+    adapted = shape.expert_adapters(lora.targets)
+    each = (4 if layout.precision == "fp32" else 2) * share.num_layers * experts.num_layers / shape.num_layers
+    outs = sum(one.num_out for one in adapted) // experts.num_active * experts.num_experts
+    router = experts.num_experts * shape.hidden_size if adapted and lora.targets == "all" else 0
+    return int(each * router), int(each * lora.rank * outs)
 
 
 def _gated_bytes(work: Work, layout: Layout, tokens: int) -> int:

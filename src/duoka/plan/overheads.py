@@ -14,7 +14,7 @@ from duoka.plan.catalog import Cluster, Device
 from duoka.plan.flops import products
 from duoka.plan.layout import Layout
 from duoka.plan.recipe import Work, shares, slowest_stage
-from duoka.plan.shape import adapted_linears
+from duoka.plan.shape import ModelShape, adapted_linears
 
 MEMORY_SHARE = 0.80  # of the data sheet's bandwidth, by element-wise kernels
 # Of one kernel in eager mode, with the Python around it: below that a GPU waits for the host. Measured of 30 layers of
@@ -25,6 +25,9 @@ KERNELS_PER_LAYER, KERNELS_PER_ADAPTER = 45, 4
 FP8_KERNELS = 64  # more, to round: counted on the fake GPU (tests/unit/test_gpu_budgets.py), a third of both passes'
 # A CPU's layer, both passes, and what each adapter in it adds.
 LAYER_S, ADAPTER_S = 2.5e-3, 0.35e-3
+# Of each expert that somebody visits, both passes (0.38 ms frozen, 0.56 learning), and of an adapter on one of its two
+# products: measured of 8 and 64 experts of width 64.
+EXPERT_S, EXPERT_ADAPTER_S = 0.4e-3, 0.2e-3
 # For one new number of rows, of all 16-bit products of a model whose head and one layer have so many weights; as the
 # root of these: 26, 72, 165 and 300 ms of LoRA at widths of 64, 512, 576 and 2,048, of full fine-tuning less.
 PROGRAMS_S, PROGRAMS_OF = 0.15, 30e6
@@ -51,13 +54,28 @@ def micro_batches_s(work: Work, layout: Layout, cluster: Cluster, count: float, 
         return moved / (device.memory_bytes_per_s * MEMORY_SHARE)
     layers = work.shape.num_layers * slowest_stage(work, layout) / layout.pp
     adapters = 0 if work.lora is None else len(adapted_linears(work.shape, work.lora))
-    seconds = count * passes / 2 * layers * (LAYER_S + adapters * ADAPTER_S)
+    seconds = count * passes / 2 * (layers * (LAYER_S + adapters * ADAPTER_S) + _experts_s(work, layout))
     moved += _widened_bytes(work, layout, count)
     if has_narrow_products(device, layout):
         seconds += count * is_new * PROGRAMS_S * math.sqrt(_kinds_of_weights(work) / PROGRAMS_OF)
-        moved += count * passes * LAID_OUT_BYTES * products(work.shape) / (layout.tp * layout.pp)
+        moved += count * passes * LAID_OUT_BYTES * _laid_out(work.shape) / (layout.tp * layout.pp)
     # Ranks of a machine share its memory.
     return seconds + moved * cluster.per_node / (device.memory_bytes_per_s * MEMORY_SHARE)
+
+
+def _experts_s(work: Work, layout: Layout) -> float:
+    """Of all layers that a rank has, once."""
+    experts = work.shape.experts
+    if experts is None:
+        return 0.0
+    adapted = 0 if work.lora is None else len({one.name for one in work.shape.expert_adapters(work.lora.targets)})
+    each = EXPERT_S + adapted * EXPERT_ADAPTER_S
+    return experts.num_layers * experts.num_experts * each / (layout.pp * layout.ep)
+
+
+def _laid_out(shape: ModelShape) -> int:
+    """Weights that a micro-batch multiplies with: some token visits each expert."""
+    return products(shape) + (shape.experts.num_layers * shape.experts.num_idle if shape.experts else 0)
 
 
 def _kinds_of_weights(work: Work) -> float:

@@ -202,6 +202,18 @@ class ModelShape:
         each = into * ({"gate_proj", "up_proj"} <= names) + out * ("down_proj" in names)
         return self.experts.num_layers * self.experts.num_experts * each
 
+    def expert_adapters(self, targets: str | Collection[str]) -> tuple[Linear, ...]:
+        """Of a layer with experts, the products that have adapters in all experts, as often as a token visits these:
+        of gate and up together twice, for twice the rank."""
+        if self.experts is None or not self.num_expert_adapters(targets):
+            return ()
+        names = {name.rsplit(".", 1)[-1] for name in targets} if targets != "all" else set()
+        hidden, size = self.hidden_size, self.experts.num_parameters_each // (3 * self.hidden_size)
+        first = 2 * (Linear("mlp.experts.gate_up_proj", hidden, 2 * size),)
+        down = (Linear("mlp.experts.down_proj", size, hidden),)
+        is_first, is_down = ({"gate_proj", "up_proj"} <= names or not names), ("down_proj" in names or not names)
+        return self.experts.num_active * (is_first * first + is_down * down)
+
     def mean_span(self, length: int) -> float:
         """Tokens that one token looks at, itself included, on average over positions and layers."""
         whole = (length + 1) / 2

@@ -295,7 +295,8 @@ def _thin_bytes(work: Work, layout: Layout) -> float:
     """Of a token in a layer: adapters' products read what comes in, and what goes out is read and written once more.
     On GPUs the rates fitted to published runs have that in them."""
     assert work.lora is not None
-    numbers = sum(one.num_in + 2 * one.num_out for one in adapted_linears(work.shape, work.lora))
+    adapted = adapted_linears(work.shape, work.lora) + work.shape.expert_adapters(work.lora.targets)
+    numbers = sum(one.num_in + 2 * one.num_out for one in adapted)
     return (4.0 if layout.precision == "fp32" else 2.0) * numbers
 
 

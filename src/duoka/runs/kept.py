@@ -16,7 +16,7 @@ from duoka.plan.sizes import ModelShape
 from duoka.runs.cache import cache_folder, make_folder
 from duoka.runs.folder import write_json_atomic
 
-_MEASURED_SO = 4  # another number where layers, or how they are measured, keep something else
+_MEASURED_SO = 5  # another number where layers, or how they are measured, keep something else
 Measure = Callable[[Mapping[str, Any], str], dict[str, float] | None]  # None: not now
 
 

@@ -6,10 +6,12 @@ are cheap and none communicates.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from duoka.config.loaded import Loaded
 from duoka.config.schema import LogConfig
 from duoka.config.write import shown_values
 from duoka.plan.yardstick import Yardstick
+from duoka.process.heap import give_back
 from duoka.process.lifeline import launcher_speaks
 from duoka.runs.events import EventWriter, rank_log
 from duoka.runs.folder import RunFolder
@@ -66,6 +69,8 @@ class Recorder:
         self._cpu_s = time.process_time()
 
     def start(self, state: TrainState, **facts: Any) -> None:
+        give_back()
+        forget_peak()
         self._sinks.open(self._facts)
         kind = "resume" if state.step else "run"
         self._sinks.started(kind, state.step, {"total_steps": self.total_steps, **facts})
@@ -193,8 +198,15 @@ def _build_sinks(log: LogConfig) -> list[Sink]:
     return [*own, *alerts, *(build_sink(name) for name in log.to)]
 
 
+def forget_peak() -> None:
+    """Resident memory's peak begins anew. While weights are read their files' pages count, which the system takes back
+    when it needs them, and of which no step has any."""
+    with contextlib.suppress(OSError):  # Linux alone has it
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
 def peak_memory_bytes() -> int:
-    """The most memory this process ever held: the GPU's when there is one, else resident memory."""
+    """The most memory this process held since `forget_peak`: the GPU's when there is one, else resident memory."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
