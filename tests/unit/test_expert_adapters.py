@@ -7,12 +7,13 @@ import torch
 from families import family_config
 
 from duoka.config.schema import LoraConfig
+from duoka.errors import ConfigError
 from duoka.model import native
 from duoka.model.attention import register_attention
 from duoka.model.build import load_adapter
 from duoka.model.experts import ADAPTERS, use_own_experts
 from duoka.model.fused import apply_fused
-from duoka.model.lora import adapted_experts, apply_lora
+from duoka.model.lora import adapted_experts, apply_lora, quiet_adapters
 from duoka.model.tiny_copy import build_tiny, tiny_config
 
 KINDS = ("qwen3_moe", "mixtral", "deepseek_v3")
@@ -137,7 +138,7 @@ def test_two_adapters_at_once_are_peft_s():
     model = adapted("qwen3_moe")
     wrapper = wrapper_of(model)
     given = draw(wrapper, torch.float32)
-    with torch.no_grad():
+    with torch.no_grad(), quiet_adapters():
         one, base = wrapper(*given), wrapper.get_base_layer()(*given)
         model.add_adapter("other", model.peft_config["default"])
         model.base_model.set_adapter(["default", "other"])  # the other's B is zero
@@ -167,3 +168,10 @@ def test_a_saved_adapter_answers_alike(tmp_path):
         wrapper_of(loaded)(*given)
     hook.remove()
     assert seen[0].keys() == {"gate_up_proj", "down_proj"}, "by rows, not by weights with both"
+
+
+def test_dropout_is_refused_in_words():
+    lm = build_tiny(tiny_config(family_config("qwen3_moe")), "duoka")
+    with pytest.raises(ConfigError, match=r"lora.dropout is 0.05, and lora.targets takes in experts") as seen:
+        apply_lora(lm, LoraConfig(dropout=0.05))
+    assert "dropout: 0" in str(seen.value)

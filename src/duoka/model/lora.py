@@ -93,6 +93,12 @@ def _apply_lora(
         try:
             adapted = peft.get_peft_model(model, settings)
         except ValueError as error:
+            if lora.dropout and "lora_dropout" in str(error):  # of its wrapper of a single tensor
+                raise ConfigError(
+                    f"lora.dropout is {lora.dropout:g}, and lora.targets takes in experts or a router, whose adapters "
+                    "have none",
+                    fix="write:   dropout: 0   or   targets: [q_proj, k_proj, v_proj, o_proj]",
+                ) from error
             raise ConfigError(
                 f"PEFT puts no such adapters on this model: {str(error).strip().splitlines()[0]}",
                 fix="write:   targets: [q_proj, k_proj, v_proj, o_proj]   or other linear layers of the model",
