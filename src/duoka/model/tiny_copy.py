@@ -98,16 +98,22 @@ def build_tiny(
         use_own_experts(model)
     numbers = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                # As code draws these, states fade within a token: no document would see the one before, and of a delta
-                # rule's answers one product would be left, at times so near 0 that a norm behind makes rounding large.
-                parameter.sub_(_SLOWER)
+        for decay in _find_decays_of_delta_rules(model):
+            decay.sub_(_SLOWER)
+        for parameter in model.parameters():
             # Beside what the code begins with: gates and projections that begin at zero would hide what they let
             # through, and 0.02 in small matrices makes every layer too faint to be seen.
             scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
             parameter.add_(scale * torch.randn(parameter.shape, generator=numbers))
     return model.eval()
+
+
+def _find_decays_of_delta_rules(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """As their code draws these, states fade within a token: no document would see the one before, and of an answer one
+    product would be left, at times so near 0 that the norm behind makes rounding large. A scan has its input beside, D.
+    """
+    rules = [one for one in model.modules() if hasattr(one, "A_log") and not hasattr(one, "D")]
+    return [one.A_log for one in rules if isinstance(one.A_log, torch.nn.Parameter)]
 
 
 def _shrink(config: Any, widths: bool) -> None:
