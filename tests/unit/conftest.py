@@ -1,4 +1,4 @@
-"""What several unit tests share: tokenizers, each built once; a run folder; a clock that stands still."""
+"""What several unit tests share: tokenizers, each built once; a run folder; a clock that stands still; kernels."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     return now
+
+
+@pytest.fixture(params=("with kernels", "without"))
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once with what a compiler makes, and once by torch alone."""
+    from duoka.model import native
+
+    if request.param == "without":
+        monkeypatch.setattr(native, "find", lambda: None)
+    elif native.find() is None:
+        pytest.skip("no C++ compiler")
 
 
 @pytest.fixture

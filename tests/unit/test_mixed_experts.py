@@ -7,7 +7,7 @@ import torch
 from families import family_config
 from held_layers import kept_under_autocast
 
-from duoka.model import experts, native
+from duoka.model import experts
 from duoka.model.attention import register_attention
 from duoka.model.experts import find_experts, use_own_experts
 from duoka.model.fused import apply_fused
@@ -17,6 +17,8 @@ from duoka.model.tiny_copy import build_tiny, tiny_config
 # Gates by SiLU; biases, transposed weights and a gate that no kernel knows; none at all.
 KINDS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h")
 TOKENS, CHOSEN = 90, 2
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def experts_of(kind, *, allowed=True):
@@ -63,14 +65,6 @@ def compare(found, wanted, limit):
     for name, want in wanted.items():
         got = found[name]
         assert float((got.double() - want).norm()) < limit * float(want.norm()), name
-
-
-@pytest.fixture(params=("with kernels", "without"), autouse=True)
-def kernels(request, monkeypatch):
-    if request.param == "without":
-        monkeypatch.setattr(native, "find", lambda: None)
-    elif native.find() is None:
-        pytest.skip("no C++ compiler")
 
 
 @pytest.mark.parametrize("kind", KINDS)

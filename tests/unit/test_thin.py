@@ -13,14 +13,6 @@ def draw(*shape, dtype, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.fixture(params=("with kernels", "without"))
-def kernels(request, monkeypatch):
-    if request.param == "without":
-        monkeypatch.setattr(native, "find", lambda: None)
-    elif native.find() is None:
-        pytest.skip("no C++ compiler")
-
-
 def check(found, wanted, dtype):
     limit = 1e-6 if dtype is torch.float32 else 5e-3
     assert float((found.double() - wanted).norm()) < limit * float(wanted.norm())

@@ -17,7 +17,9 @@ def leave_files(model: torch.nn.Module) -> None:
     A type that is kept as the file has it (routers' corrections in fp32) is read without a copy, where the rest has
     been made narrower.
     """
-    tensors = [one for one in (*model.parameters(), *model.buffers()) if one.device.type == "cpu"]
+    plain = (torch.Tensor, torch.nn.Parameter)  # what a packer's classes hold has no place of its own
+    every = (*model.parameters(), *model.buffers())
+    tensors = [one for one in every if type(one) in plain and one.device.type == "cpu"]
     for first, end in _mapped():
         inside = [one for one in tensors if first <= one.data_ptr() < end]
         if inside and sum(one.nbytes for one in inside) * _SHARE < end - first:
